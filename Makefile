@@ -1,0 +1,41 @@
+# Two commands: `make demo` and `make test`. `make check` is the gate before a commit.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+# torch and torchvision are pinned for this checkout alone; a user's `pip install vlm-stream` keeps open ranges.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check format clean
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python -m vlm_stream.testing.demo --out demo-out
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	@# Every process of this environment, workers too, must be able to import torchvision beside a CPU torch.
+	@echo "import vlm_stream.testing.torchvision_shim as shim; shim.install()" \
+		> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_vlm_stream_shim.pth"
+
+$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[video]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.installed-demo

@@ -1,0 +1,37 @@
+"""vlm_stream: stream vision-language training data from tar shards; plan on metadata, fetch late.
+
+The public names load on first use, so that `import vlm_stream` costs nothing: torch and transformers come in only
+with the rooms that need them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "StreamLoader": "vlm_stream.loader",
+    "VLMStream": "vlm_stream.stream",
+    "VlmStreamError": "vlm_stream.errors",
+    "make_shards": "vlm_stream.shards",
+}
+
+__all__ = ["StreamLoader", "VLMStream", "VlmStreamError", "__version__", "make_shards"]
+
+if TYPE_CHECKING:
+    from vlm_stream.errors import VlmStreamError
+    from vlm_stream.loader import StreamLoader
+    from vlm_stream.shards import make_shards
+    from vlm_stream.stream import VLMStream
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vlm_stream' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

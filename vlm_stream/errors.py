@@ -1,0 +1,127 @@
+"""The error tree. Every message says three things: the fact, its consequence, and the way out.
+
+    VlmStreamError
+    |-- InputError              what the user gave cannot be used as given (a command ends with exit code 2)
+    |   |-- ConfigError         an option, a YAML key, an argument of the API
+    |   |-- SourceError         a meta file or data file that cannot be read at all
+    |   |-- StateError          a checkpoint that does not belong to this run
+    |   `-- MissingExtraError   an optional package is needed and not installed
+    |-- DatasetError            shards, indexes or the manifest contradict themselves or each other
+    |   `-- ChangedObjectError  an object is no longer the one that the manifest describes
+    |-- StorageError            bytes could not be read or written
+    |   |-- NotFoundError       there is nothing at that URL
+    |   `-- AccessError         the store refused the credentials or the request
+    |-- BadSampleError          one sample cannot be used; callers record it and go on
+    `-- BadBudgetError          more bad samples than the budget allows
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "AccessError",
+    "BadBudgetError",
+    "BadSampleError",
+    "ChangedObjectError",
+    "ConfigError",
+    "DatasetError",
+    "InputError",
+    "MissingExtraError",
+    "NotFoundError",
+    "SourceError",
+    "StateError",
+    "StorageError",
+    "VlmStreamError",
+    "nearest_name",
+]
+
+
+class VlmStreamError(Exception):
+    """Base of everything that this package raises on purpose."""
+
+
+class InputError(VlmStreamError):
+    """What the user gave cannot be used as given."""
+
+
+class ConfigError(InputError):
+    """An option, a YAML key or an argument has a value that means nothing here."""
+
+
+class SourceError(InputError):
+    """A meta file or a data file cannot be read at all (single bad records go to the ledger instead)."""
+
+
+class StateError(InputError):
+    """A saved state does not belong to this dataset, plan or processor."""
+
+
+class MissingExtraError(InputError):
+    """An optional package is needed for what was asked."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        """Name the package, the extra that brings it, and what needs it."""
+        super().__init__(
+            f"{purpose} needs the package '{package}', which is not installed. "
+            f"Install it with: pip install 'vlm-stream[{extra}]'"
+        )
+
+
+class DatasetError(VlmStreamError):
+    """Shards, indexes or the manifest contradict themselves or each other."""
+
+
+class ChangedObjectError(DatasetError):
+    """An object has another size or etag than when its dataset was written."""
+
+
+class StorageError(VlmStreamError):
+    """Bytes could not be read or written, after all retries."""
+
+
+class NotFoundError(StorageError):
+    """There is nothing at that URL."""
+
+
+class AccessError(StorageError):
+    """The store refused the credentials or the request."""
+
+
+class BadSampleError(VlmStreamError):
+    """One sample cannot be used. It is caught, recorded in the ledger, and leaves a hole; nothing else is lost.
+
+    Attributes:
+        stage: Where it failed: "convert", "read", "decode", "encode" or "fit".
+        reason: A short stable code that ledgers are counted by, such as "missing_file".
+    """
+
+    def __init__(self, stage: str, reason: str, detail: str) -> None:
+        """Keep the stage, the countable reason, and a sentence about this very sample."""
+        super().__init__(detail)
+        self.stage = stage
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[BadSampleError], tuple[str, str, str]]:
+        """Survive the trip from a worker process."""
+        return type(self), (self.stage, self.reason, str(self))
+
+
+class BadBudgetError(VlmStreamError):
+    """More samples were bad than the configured rate allows."""
+
+
+def nearest_name(name: str, allowed: Iterable[str]) -> str:
+    """Return the tail of an error sentence: the nearest allowed name, and all of them.
+
+    >>> nearest_name("pack_sise", ["pack_size", "window"])
+    "did you mean 'pack_size'? Allowed: pack_size, window."
+    """
+    names = sorted(allowed)
+    close = get_close_matches(name, names, n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    return f"{hint}Allowed: {', '.join(names)}."

@@ -1,0 +1,96 @@
+"""The values that enter and leave the plan.
+
+Enters: `SourceSpec` (shard sizes of a manifest) and `SampleColumns` (costs and byte ranges of one shard's samples, read
+by whoever owns the index, on demand). Leaves: `Unit` and the steps made of them. Nothing here knows files or tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["ColumnReader", "Ref", "SampleColumns", "SourceSpec", "StepShape", "Unit"]
+
+
+class Ref(NamedTuple):
+    """How a plan names a sample."""
+
+    source: int
+    shard: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleColumns:
+    """What the plan must know of one shard's n samples."""
+
+    tokens: npt.NDArray[np.int64]
+    """[n] Length in tokens, media included."""
+    vision_tokens: npt.NDArray[np.int64]
+    """[n] How many of the tokens stand for images and videos."""
+    vision_patches: npt.NDArray[np.int64]
+    """[n] Patches that enter the vision tower."""
+    vision_squares: npt.NDArray[np.float64]
+    """[n] Sum over images of patches squared."""
+    offset: npt.NDArray[np.int64]
+    """[n] First byte in the shard."""
+    num_bytes: npt.NDArray[np.int64]
+    """[n] Length of the byte range."""
+
+
+class ColumnReader(Protocol):
+    """Gives the columns of one shard; the plan calls it only for shards that its window touches."""
+
+    def __call__(self, source: int, shard: int) -> SampleColumns:
+        """Return the columns of that shard."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSpec:
+    """One source of a mixture, as its manifest describes it."""
+
+    name: str
+    samples_per_shard: tuple[int, ...]
+    digest: str
+    """Changes when any shard or index of the source changes."""
+    weight: float = 1.0
+    sample_ratio: float = 1.0
+    """Share of the source that one of its epochs delivers; above 1 some or all samples come more than once."""
+    tokens_per_sample: float = 1.0
+    """Mean length: what turns a weight in tokens into a weight in samples."""
+    num_samples: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Add the shards up."""
+        object.__setattr__(self, "num_samples", sum(self.samples_per_shard))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """How steps are cut from the unit stream: the only place that knows the world size. May change at any resume."""
+
+    world_size: int = 1
+    micro_batches: int = 1
+    """Micro-batches that each rank accumulates in one step."""
+    batch_size: int = 1
+    """Units in one micro-batch: packs as rows, or single samples."""
+
+    @property
+    def units_per_step(self) -> int:
+        """Return how many units all ranks together consume in one step."""
+        return self.world_size * self.micro_batches * self.batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A pack, a group or a single sample: what is never split between ranks."""
+
+    refs: tuple[Ref, ...]
+    tokens: int
+    llm_cost: float
+    vit_cost: float

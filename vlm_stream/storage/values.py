@@ -1,0 +1,46 @@
+"""The values that enter and leave storage: where bytes lie, and what a store says of an object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Member", "ObjectInfo", "Span"]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a store says of one object."""
+
+    path: str
+    """Relative to the store's root."""
+    size: int
+    etag: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One file of a sample inside its shard."""
+
+    name: str
+    """Without the sample's key: `json`, `0.jpg`."""
+    offset: int
+    """First content byte, counted from the start of the shard."""
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sample's contiguous bytes in a shard, tar headers included."""
+
+    root: str
+    """URL of the dataset: which store to ask."""
+    path: str
+    """The shard, relative to the root."""
+    offset: int
+    size: int
+    crc32c: int
+    """Checksum of the whole range."""
+    members: tuple[Member, ...]
+    shard_size: int | None = None
+    """Size of the whole shard as the manifest has it; a different one means that the object was replaced."""
+    etag: str | None = None

@@ -1,0 +1,60 @@
+"""What an index says about samples, as numpy columns, and what counting makes of it.
+
+Lists of media are ragged: row `i` owns the entries `splits[i]:splits[i + 1]`. For three samples with 2, 0 and 1 images
+`image_splits` is `[0, 2, 2, 3]` and `image_sizes` has three rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["MediaColumns", "TokenColumns"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MediaColumns:
+    """Text counts and media sizes of n samples, straight from an index."""
+
+    text_tokens: npt.NDArray[np.int64]
+    """[n] Tokens of the sample without its media, one for every media placeholder."""
+    image_splits: npt.NDArray[np.int64]
+    """[n + 1]"""
+    image_sizes: npt.NDArray[np.int64]
+    """[images, 2] Height and width, as stored."""
+    video_splits: npt.NDArray[np.int64]
+    """[n + 1]"""
+    video_sizes: npt.NDArray[np.int64]
+    """[videos, 3] Frames, height and width, as stored."""
+    video_fps: npt.NDArray[np.float64]
+    """[videos] Frames per second; 0 where the file does not say."""
+    video_seconds: npt.NDArray[np.float64]
+    """[videos] Duration."""
+    video_picked: npt.NDArray[np.int64]
+    """[videos] Number of frames that the sample names itself (`frame_indices`, a frame list); 0: the rule samples."""
+    audio_splits: npt.NDArray[np.int64]
+    """[n + 1]"""
+    audio_sizes: npt.NDArray[np.int64]
+    """[audios, 2] Samples and sampling rate."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.text_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenColumns:
+    """What n samples cost a model, by the geometry of its processor."""
+
+    tokens: npt.NDArray[np.int64]
+    """[n] Length of `input_ids`."""
+    vision_tokens: npt.NDArray[np.int64]
+    """[n] How many of them stand for images and videos."""
+    vision_patches: npt.NDArray[np.int64]
+    """[n] Patches that enter the vision tower."""
+    vision_squares: npt.NDArray[np.float64]
+    """[n] Sum over images and frames of patches squared: what full attention in the vision tower costs."""
