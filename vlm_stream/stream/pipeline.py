@@ -1,0 +1,136 @@
+"""From a plan to finished micro-batches, in one worker: read ahead, encode, collate.
+
+Enters: the micro-batches that this worker owns, in plan order. Leaves: one `Delivery` for each of them, in the same
+order. What is bad becomes a hole and a ledger entry; it never changes which micro-batch comes next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vlm_stream.errors import BadSampleError
+from vlm_stream.ledger import BadSample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from vlm_stream.plan import Ref, Unit
+    from vlm_stream.storage import Span, SpanReader
+    from vlm_stream.stream.datasets import OpenDatasets
+    from vlm_stream.stream.rows import RowBuilder
+
+__all__ = ["Delivery", "MicroBatch", "deliver"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one rank consumes at once, before any byte of it was read."""
+
+    step: int
+    micro: int
+    units: tuple[Unit | None, ...]
+    """Rows; None is a filler row."""
+    state: dict[str, Any]
+    """The cursor once every rank has consumed this micro-step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """A finished micro-batch with what the loader must know of it."""
+
+    step: int
+    micro: int
+    batch: dict[str, Any]
+    state: dict[str, Any]
+    bad: tuple[BadSample, ...]
+    num_samples: int
+    """Samples planned into it, bad ones included."""
+    num_tokens: int
+    seconds: dict[str, float]
+    """Time spent waiting for bytes (`fetch`), in `encode` and in `collate`."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A micro-batch whose bytes are on their way."""
+
+    plan: MicroBatch
+    missing: int
+    read: dict[Ref, Mapping[str, memoryview] | BadSampleError] = field(default_factory=dict)
+
+
+def deliver(
+    plans: Iterable[MicroBatch], datasets: OpenDatasets, reader: SpanReader, rows: RowBuilder
+) -> Iterator[Delivery]:
+    """Yield a delivery for every planned micro-batch, while the reader fetches the bytes of those to come."""
+    pending: deque[_Pending] = deque()
+
+    def wanted() -> Iterator[tuple[tuple[_Pending, Ref], Span]]:
+        for plan in plans:
+            refs = dict.fromkeys(ref for unit in plan.units if unit is not None for ref in unit.refs)
+            entry = _Pending(plan, len(refs))
+            pending.append(entry)
+            for ref in refs:
+                yield (entry, ref), datasets.span(ref)
+
+    waited_from = time.perf_counter()
+    for (entry, ref), result in reader.read(wanted()):
+        entry.read[ref] = result
+        entry.missing -= 1
+        while pending and not pending[0].missing:  # also micro-batches of fillers alone, which want no bytes
+            waited = time.perf_counter() - waited_from
+            yield _finish(pending.popleft(), datasets, rows, waited)
+            waited_from = time.perf_counter()
+    while pending:
+        yield _finish(pending.popleft(), datasets, rows, time.perf_counter() - waited_from)
+
+
+def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, waited: float) -> Delivery:
+    begin = time.perf_counter()
+    bad: list[BadSample] = []
+    encoded_rows: list[list[tuple[Ref, dict[str, Any]]]] = []
+    for unit in entry.plan.units:
+        samples = []
+        for ref in unit.refs if unit is not None else ():
+            content = entry.read[ref]
+            try:
+                if isinstance(content, BadSampleError):
+                    raise content
+                samples.append((ref, rows.encode(content)))
+            except BadSampleError as error:
+                bad.append(_ledger_entry(ref, error, datasets))
+        encoded_rows.append(samples)
+    encoded = time.perf_counter()
+    batch, overflowed = rows.collate([[sample for _, sample in row] for row in encoded_rows])
+    for row, position, error in overflowed:
+        bad.append(_ledger_entry(encoded_rows[row][position][0], error, datasets))
+    if rows.with_refs:
+        bad_names = {(entry.source, entry.shard, entry.sample) for entry in bad}
+        names = [[datasets.name(ref) for ref, _ in row] for row in encoded_rows]
+        batch["refs"] = [[name for name in row if name not in bad_names] for row in names]
+    return Delivery(
+        step=entry.plan.step,
+        micro=entry.plan.micro,
+        batch=batch,
+        state=entry.plan.state,
+        bad=tuple(bad),
+        num_samples=len(entry.read),
+        num_tokens=sum(len(sample["input_ids"]) for row in encoded_rows for _, sample in row),
+        seconds={"fetch": waited, "encode": encoded - begin, "collate": time.perf_counter() - encoded},
+    )
+
+
+def _ledger_entry(ref: Ref, error: BadSampleError, datasets: OpenDatasets) -> BadSample:
+    source, shard, key = datasets.name(ref)
+    return BadSample(
+        source=source,
+        sample=key,
+        stage=error.stage,
+        reason=error.reason,
+        detail=str(error),
+        shard=shard,
+        offset=datasets.span(ref).offset,
+    )
