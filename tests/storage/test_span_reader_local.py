@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vlm_stream.errors import BadSampleError, ChangedObjectError, NotFoundError
+from vlm_stream.storage import Member, ReadOptions, SpanReader, open_store
+
+
+def test_samples_come_in_plan_order_with_their_bytes(local_shards):
+    pairs = local_shards.order()
+    with SpanReader(ReadOptions(prefetch_bytes=20_000)) as reader:
+        results = list(reader.read(pairs))
+    assert [tag for tag, _ in results] == [tag for tag, _ in pairs]
+    for tag, result in results:
+        local_shards.assert_equal(tag, result)
+    totals = reader.metrics
+    assert totals.samples == len(pairs)
+    assert totals.bytes_wanted == sum(span.size for _, span in pairs)
+
+
+def test_a_sequential_epoch_needs_few_requests_and_no_wasted_byte(local_shards):
+    with SpanReader() as reader:
+        for tag, result in reader.read(enumerate(local_shards.spans)):
+            local_shards.assert_equal(tag, result)
+    assert reader.metrics.requests == 3
+    assert reader.metrics.read_amplification == 1.0
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_order_any_limits_same_bytes(local_shards, data):
+    positions = data.draw(st.lists(st.integers(0, len(local_shards.spans) - 1), max_size=80))
+    options = ReadOptions(
+        prefetch_bytes=data.draw(st.integers(1, 60_000)),
+        max_request_bytes=data.draw(st.integers(500, 40_000)),
+        max_gap_bytes=data.draw(st.integers(0, 10_000)),
+    )
+    with SpanReader(options) as reader:
+        results = list(reader.read((p, local_shards.spans[p]) for p in positions))
+    assert [tag for tag, _ in results] == positions
+    for tag, result in results:
+        local_shards.assert_equal(tag, result)
+
+
+def test_the_input_is_pulled_no_further_than_the_budget(local_shards):
+    pulled = []
+
+    def pairs():
+        for tag, span in enumerate(local_shards.spans):
+            pulled.append(span.size)
+            yield tag, span
+
+    with SpanReader(ReadOptions(prefetch_bytes=20_000, max_gap_bytes=0)) as reader:
+        stream = reader.read(pairs())
+        for num_taken, _ in enumerate(stream):
+            assert sum(pulled[num_taken + 1 :]) <= 20_000 + max(pulled)
+
+
+def test_flipped_byte_becomes_a_bad_sample_and_nothing_else_is_lost(local_shards):
+    span = local_shards.spans[7]
+    file = Path(local_shards.root, span.path)
+    blob = bytearray(file.read_bytes())
+    blob[span.offset + 100] ^= 1
+    file.write_bytes(blob)
+    with SpanReader() as reader:
+        results = dict(reader.read(enumerate(local_shards.spans)))
+    bad = results.pop(7)
+    assert isinstance(bad, BadSampleError)
+    assert (bad.stage, bad.reason) == ("read", "crc_mismatch")
+    assert f"bytes {span.offset}..{span.offset + span.size} of {file}" in str(bad)
+    for tag, result in results.items():
+        local_shards.assert_equal(tag, result)
+    assert reader.metrics.rereads == 1
+    assert reader.metrics.bad_samples == 1
+
+
+def test_shard_of_another_size_is_an_error(local_shards):
+    file = Path(local_shards.root, local_shards.spans[0].path)
+    file.write_bytes(file.read_bytes() + b"more")
+    with (
+        SpanReader() as reader,
+        pytest.raises(ChangedObjectError, match="not the shard that its manifest describes"),
+    ):
+        list(reader.read(enumerate(local_shards.spans)))
+
+
+def test_shard_cut_short_gives_bad_samples_when_its_size_was_not_recorded(local_shards):
+    spans = [dataclasses.replace(span, shard_size=None) for span in local_shards.spans[:20]]
+    file = Path(local_shards.root, spans[0].path)
+    file.write_bytes(file.read_bytes()[: spans[18].offset + 10])
+    with SpanReader() as reader:
+        results = [result for _, result in reader.read(enumerate(spans))]
+    assert [getattr(result, "reason", "") for result in results] == [""] * 18 + ["truncated"] * 2
+    assert "only 10 of" in str(results[18])
+
+
+def test_member_outside_of_its_span_is_a_bad_sample(local_shards):
+    span = local_shards.spans[0]
+    wrong = dataclasses.replace(span, members=(Member("json", span.offset, span.size + 1),))
+    with SpanReader() as reader:
+        ((_, result),) = reader.read([(0, wrong)])
+    assert result.reason == "member_outside_span"
+
+
+def test_missing_shard_names_its_path(local_shards):
+    open_store(local_shards.root).delete(local_shards.spans[0].path)
+    with SpanReader() as reader, pytest.raises(NotFoundError, match=r"There is no file .*part/shard-000000.tar"):
+        list(reader.read(enumerate(local_shards.spans)))

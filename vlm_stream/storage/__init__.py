@@ -1,0 +1,36 @@
+"""Storage: the only room that touches bytes at rest.
+
+Enters: URLs, and spans in plan order. Leaves: bytes, and samples as `{member: content}` in the same order, verified.
+It must not know: tar headers, indexes, plans, processors.
+
+In the order the data meets them: `values.py` (spans, objects), `url.py`, `options.py`, `store.py` (the interface and
+`open_store`), `local.py`, `memory.py`, `coalesce.py` (spans -> requests), `reader.py` (requests ahead of need),
+`verify.py` (checksums, members), `metrics.py`.
+"""
+
+from __future__ import annotations
+
+from vlm_stream.storage.metrics import ReadTotals
+from vlm_stream.storage.options import ReadOptions, RetryOptions, StoreOptions
+from vlm_stream.storage.reader import SpanReader, SpanResult
+from vlm_stream.storage.store import Store, open_store
+from vlm_stream.storage.url import join_url, split_url
+from vlm_stream.storage.values import Member, ObjectInfo, Span
+from vlm_stream.storage.verify import crc32c_of
+
+__all__ = [
+    "Member",
+    "ObjectInfo",
+    "ReadOptions",
+    "ReadTotals",
+    "RetryOptions",
+    "Span",
+    "SpanReader",
+    "SpanResult",
+    "Store",
+    "StoreOptions",
+    "crc32c_of",
+    "join_url",
+    "open_store",
+    "split_url",
+]

@@ -1,0 +1,96 @@
+"""Which ranges to ask for: spans in, requests out. Arithmetic alone, no I/O.
+
+    spans of one shard, by offset      [a]  [b]        [c][d]
+    gaps <= max_gap are read over      [a---b]         [cd]        one request each
+    nothing larger than max_request    a longer run is cut between spans, a longer span into equal parts
+    most of the shard wanted           every gap is read over
+
+Requests come out in the order in which their first span is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vlm_stream.storage.options import ReadOptions
+    from vlm_stream.storage.values import Span
+
+__all__ = ["RangeRequest", "plan_requests"]
+
+
+@dataclass(frozen=True, slots=True)
+class RangeRequest:
+    """One range of one shard, and which spans it serves."""
+
+    root: str
+    path: str
+    offset: int
+    size: int
+    spans: tuple[int, ...]
+    """Positions of the spans that need these bytes."""
+
+
+def plan_requests(spans: Sequence[Span], options: ReadOptions) -> list[RangeRequest]:
+    """Cover every span by requests; a span larger than a request is covered by several, in offset order."""
+    by_shard: dict[tuple[str, str], list[int]] = {}
+    for position, span in enumerate(spans):
+        by_shard.setdefault((span.root, span.path), []).append(position)
+    requests: list[RangeRequest] = []
+    for positions in by_shard.values():
+        requests += _plan_shard(spans, positions, options)
+    requests.sort(key=lambda request: (min(request.spans), request.offset))
+    return requests
+
+
+def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOptions) -> list[RangeRequest]:
+    """Merge the spans of one shard along their offsets."""
+    root, path = spans[positions[0]].root, spans[positions[0]].path
+    max_gap = _max_gap(spans, positions, options)
+    requests: list[RangeRequest] = []
+    begin = end = 0
+    members: list[int] = []
+
+    def close_run() -> None:
+        if members:
+            requests.append(RangeRequest(root, path, begin, end - begin, tuple(members)))
+
+    for position in sorted(positions, key=lambda p: (spans[p].offset, spans[p].size)):
+        span = spans[position]
+        span_end = span.offset + span.size
+        new_end = max(end, span_end)
+        if members and span.offset - end <= max_gap and new_end - begin <= options.max_request_bytes:
+            end = new_end
+            members.append(position)
+            continue
+        close_run()
+        begin, end, members = span.offset, span_end, [position]
+        if span.size > options.max_request_bytes:
+            requests += _parts(span, position, options.max_request_bytes)
+            members = []
+    close_run()
+    return requests
+
+
+def _max_gap(spans: Sequence[Span], positions: list[int], options: ReadOptions) -> float:
+    """Return how far apart two spans of this shard may lie and still share a request."""
+    shard_size = spans[positions[0]].shard_size
+    if shard_size:
+        wanted = {spans[p].offset: spans[p].size for p in positions}
+        if sum(wanted.values()) >= options.whole_shard_fraction * shard_size:
+            return float("inf")
+    return options.max_gap_bytes
+
+
+def _parts(span: Span, position: int, max_bytes: int) -> list[RangeRequest]:
+    """Cut one large span into the fewest parts of nearly equal size."""
+    num_parts = -(-span.size // max_bytes)
+    bounds = [span.size * part // num_parts for part in range(num_parts + 1)]
+    return [
+        RangeRequest(span.root, span.path, span.offset + low, high - low, (position,))
+        for low, high in itertools.pairwise(bounds)
+    ]

@@ -1,0 +1,132 @@
+"""What can be set about stores and about reading. Frozen values; nothing here opens anything.
+
+Secrets have no field here on purpose: they come from the environment, the profile or the instance role alone, so
+neither a config file nor a log line can hold one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlm_stream.errors import ConfigError
+
+__all__ = ["ReadOptions", "RetryOptions", "StoreOptions"]
+
+KB = 1024
+MB = 1024 * KB
+
+
+def _check(owner: str, name: str, value: float | None, low: float) -> None:
+    """Raise when a number is below the least that means anything."""
+    if value is not None and not value >= low:
+        raise ConfigError(f"{owner}.{name} is {value}, but must be at least {low:g}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryOptions:
+    """When to try again, how long to wait, when to give up."""
+
+    max_retries: int = 10
+    """Further attempts after the first, per request. An attempt that brought new bytes does not count."""
+    backoff_s: float = 0.1
+    """Longest wait before the first retry; doubles with each further one. The wait itself is drawn from 0 to that."""
+    max_backoff_s: float = 10.0
+    """The doubling stops here."""
+    deadline_s: float = 300.0
+    """A request that is not whole after this long fails, whatever retries are left."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        _check("RetryOptions", "max_retries", self.max_retries, 0)
+        _check("RetryOptions", "backoff_s", self.backoff_s, 0)
+        _check("RetryOptions", "max_backoff_s", self.max_backoff_s, self.backoff_s)
+        _check("RetryOptions", "deadline_s", self.deadline_s, 0.001)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """How to reach a store. Credentials are found in the standard places, never given here."""
+
+    endpoint: str | None = None
+    """URL of an S3-compatible server (or of an emulator of GCS or Azure); the provider's own when None."""
+    region: str | None = None
+    """S3 region; from the environment or the profile when None."""
+    anonymous: bool = False
+    """Send unsigned requests: public buckets."""
+    path_style: bool | None = None
+    """`endpoint/bucket/key` (True) or `bucket.endpoint/key` (False); path style when None."""
+    allow_http: bool = False
+    """Accept endpoints without TLS."""
+    profile: str | None = None
+    """Profile of the shared AWS credentials file; `AWS_PROFILE`, then `default`, when None."""
+    connect_timeout_s: float = 5.0
+    """Give up connecting after this long (and try again)."""
+    read_timeout_s: float = 30.0
+    """A body that brings no byte for this long is broken (and resumed)."""
+    retry: RetryOptions = RetryOptions()
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        _check("StoreOptions", "connect_timeout_s", self.connect_timeout_s, 0.001)
+        _check("StoreOptions", "read_timeout_s", self.read_timeout_s, 0.001)
+        if self.endpoint is not None:
+            if not self.endpoint.startswith(("http://", "https://")):
+                raise ConfigError(
+                    f"StoreOptions.endpoint is '{self.endpoint}'; it must begin with http:// or https://."
+                )
+            if "@" in self.endpoint:
+                raise ConfigError(
+                    "StoreOptions.endpoint holds a user or password; credentials come from the environment, "
+                    "the profile or the instance role. Remove the part before '@'."
+                )
+            if self.endpoint.startswith("http://") and not self.allow_http:
+                raise ConfigError(
+                    f"StoreOptions.endpoint is '{self.endpoint}', which is not encrypted. "
+                    f"Use https://, or set allow_http where the network is trusted."
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """How far ahead to read, how to merge, what to check."""
+
+    prefetch_bytes: int = 64 * MB
+    """Bytes requested and not yet handed out. One sample larger than this is still read, alone."""
+    max_inflight: int = 32
+    """Requests at a time; throttling lowers the number for a while."""
+    max_gap_bytes: int = 256 * KB
+    """Ranges of one shard this close are read by one request; the gap is thrown away."""
+    max_request_bytes: int = 16 * MB
+    """No request is larger; a larger sample is read in parts."""
+    whole_shard_fraction: float = 0.9
+    """When this much of a shard is wanted at once, all of it is read, in parts, whatever the gaps."""
+    hedge_after_s: float | None = None
+    """Race a second request against one that takes longer than this. None: never."""
+    requests_per_s: float | None = None
+    """Budget of this process. None: none."""
+    bytes_per_s: float | None = None
+    """Budget of this process. None: none."""
+    cache_dir: str | None = None
+    """Folder on a local disk for whole shards of remote stores, shared by all processes of a node. None: no cache."""
+    cache_bytes: int | None = None
+    """Most bytes that the cache may hold; needed with cache_dir. It should hold the shards of one shuffle group."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name, low in (
+            ("prefetch_bytes", 1),
+            ("max_inflight", 1),
+            ("max_gap_bytes", 0),
+            ("max_request_bytes", 1),
+            ("hedge_after_s", 0.001),
+            ("requests_per_s", 0.001),
+            ("bytes_per_s", 1),
+            ("cache_bytes", 1),
+        ):
+            _check("ReadOptions", name, getattr(self, name), low)
+        if not 0 < self.whole_shard_fraction <= 1:
+            raise ConfigError(
+                f"ReadOptions.whole_shard_fraction is {self.whole_shard_fraction}, but must lie in (0, 1]."
+            )
+        if (self.cache_dir is None) != (self.cache_bytes is None):
+            raise ConfigError("ReadOptions.cache_dir and cache_bytes belong together: set both or neither.")

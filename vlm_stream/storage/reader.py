@@ -1,0 +1,191 @@
+"""Spans in plan order in, samples in the same order out, their bytes read ahead of need and verified.
+
+The caller's iterable is pulled in batches, as many spans as fit in `prefetch_bytes`; each batch is merged into requests
+(`coalesce.py`), which run in the background while earlier samples are used. It must not know tars or plans: a span
+says where its members lie, and a tag is handed back untouched.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar, Union
+
+from vlm_stream.errors import BadSampleError
+from vlm_stream.storage.coalesce import RangeRequest, plan_requests
+from vlm_stream.storage.engine import Engine
+from vlm_stream.storage.metrics import ReadMetrics, ReadTotals
+from vlm_stream.storage.options import ReadOptions
+from vlm_stream.storage.verify import check_unchanged, cut_members, find_damage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from concurrent.futures import Future
+    from types import TracebackType
+
+    from vlm_stream.storage.options import StoreOptions
+    from vlm_stream.storage.store import Buffer, Fetched, Store
+    from vlm_stream.storage.values import Span
+
+__all__ = ["SpanReader", "SpanResult"]
+
+T = TypeVar("T")
+SpanResult = Union["Mapping[str, memoryview]", BadSampleError]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request under way, and how many samples still need its bytes."""
+
+    request: RangeRequest
+    future: Future[Fetched]
+    num_users: int
+
+
+@dataclass(slots=True)
+class _Waiting(Generic[T]):
+    """A sample in the queue, with the requests that bring it."""
+
+    tag: T
+    span: Span
+    flights: list[_Flight] = field(default_factory=list)
+
+
+class SpanReader:
+    """Reads spans of any number of stores. Use it as a context manager; it may be created before a fork or pickled."""
+
+    def __init__(
+        self,
+        options: ReadOptions | None = None,
+        stores: Mapping[str, Store] | None = None,
+        store_options: StoreOptions | None = None,
+    ) -> None:
+        """Keep the options; threads and connections begin with the first read.
+
+        Args:
+            options: How far ahead to read and how to merge.
+            stores: Stores that are open already, by root; others are opened as spans name them.
+            store_options: How to open them.
+        """
+        self._options = options or ReadOptions()
+        self._given_stores = dict(stores or {})
+        self._store_options = store_options
+        self._metrics = ReadMetrics()
+        self._engine: Engine | None = None
+
+    def __reduce__(self) -> tuple[type[SpanReader], tuple[object, ...]]:
+        """Travel to another process without threads, connections and counts."""
+        return type(self), (self._options, self._given_stores, self._store_options)
+
+    def __enter__(self) -> SpanReader:
+        """Return the reader itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    @property
+    def metrics(self) -> ReadTotals:
+        """Return what was read so far."""
+        return self._metrics.totals()
+
+    def close(self) -> None:
+        """Stop what is under way, end the threads, let go of the connections. A later read starts anew."""
+        engine, self._engine = self._engine, None
+        if engine is not None and engine.pid == os.getpid():
+            engine.close()
+
+    def read(self, pairs: Iterable[tuple[T, Span]]) -> Iterator[tuple[T, SpanResult]]:
+        """Yield `(tag, members)` or `(tag, BadSampleError)` for each pair, in the order of the pairs.
+
+        Raises:
+            ChangedObjectError: A shard is not the one that the manifest describes.
+            StorageError: Bytes could not be read, after all retries.
+        """
+        source = iter(pairs)
+        queue: deque[_Waiting[T]] = deque()
+        num_ahead = 0
+        exhausted = False
+        try:
+            while queue or not exhausted:
+                if not exhausted and num_ahead <= self._options.prefetch_bytes // 2:
+                    batch = _pull(source, self._options.prefetch_bytes - num_ahead)
+                    exhausted = not batch
+                    num_ahead += self._launch(batch)
+                    queue.extend(batch)
+                    continue
+                waiting = queue.popleft()
+                result = self._finish(waiting)
+                for flight in waiting.flights:
+                    flight.num_users -= 1
+                    if not flight.num_users:
+                        num_ahead -= flight.request.size
+                yield waiting.tag, result
+        finally:
+            for waiting in queue:
+                for flight in waiting.flights:
+                    flight.future.cancel()
+
+    def _launch(self, batch: list[_Waiting[T]]) -> int:
+        """Start the requests of a batch; return their bytes."""
+        engine = self._running_engine()
+        num_bytes = 0
+        for request in plan_requests([waiting.span for waiting in batch], self._options):
+            flight = _Flight(request, engine.submit(request), len(request.spans))
+            for position in request.spans:
+                batch[position].flights.append(flight)
+            num_bytes += request.size
+        return num_bytes
+
+    def _running_engine(self) -> Engine:
+        """Return the engine of this process; after a fork the parent's threads are not here, so a new one is made."""
+        if self._engine is None or self._engine.pid != os.getpid():
+            self._engine = Engine(self._options, self._given_stores, self._store_options, self._metrics)
+        return self._engine
+
+    def _finish(self, waiting: _Waiting[T]) -> SpanResult:
+        """Wait for a sample's bytes, check them, cut them into members."""
+        span = waiting.span
+        begin = time.perf_counter()
+        fetched = [flight.future.result() for flight in waiting.flights]
+        self._metrics.add(queue_wait_s=time.perf_counter() - begin, samples=1, bytes_wanted=span.size)
+        for part in fetched:
+            check_unchanged(span, part)
+        data = _span_bytes(span, waiting.flights, fetched)
+        damage = find_damage(span, data)
+        if damage is not None and damage.reason in ("crc_mismatch", "truncated"):
+            self._metrics.add(rereads=1)
+            again = RangeRequest(span.root, span.path, span.offset, span.size, (0,))
+            data = self._running_engine().submit(again).result().data
+            damage = find_damage(span, data)
+        if damage is not None:
+            self._metrics.add(bad_samples=1)
+            return damage
+        return cut_members(span, data)
+
+
+def _pull(source: Iterator[tuple[T, Span]], num_bytes: int) -> list[_Waiting[T]]:
+    """Take pairs until they hold `num_bytes`, at least one; nothing when there are no more."""
+    batch: list[_Waiting[T]] = []
+    for tag, span in source:
+        batch.append(_Waiting(tag, span))
+        num_bytes -= span.size
+        if num_bytes <= 0:
+            break
+    return batch
+
+
+def _span_bytes(span: Span, flights: list[_Flight], fetched: list[Fetched]) -> Buffer:
+    """Return the span's bytes out of the request, or requests, that cover it."""
+    if len(flights) > 1:
+        return b"".join(part.data for part in fetched)
+    request, data = flights[0].request, fetched[0].data
+    if request.offset == span.offset and request.size == span.size:
+        return data
+    begin = span.offset - request.offset
+    return memoryview(data)[begin : begin + span.size]

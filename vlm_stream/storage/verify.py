@@ -1,0 +1,88 @@
+"""A span's bytes -> its members, or the reason why they cannot be used. No I/O, no tar headers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import google_crc32c
+
+from vlm_stream.errors import BadSampleError, ChangedObjectError
+from vlm_stream.storage.url import join_url
+
+if TYPE_CHECKING:
+    from vlm_stream.storage.store import Buffer, Fetched
+    from vlm_stream.storage.values import Span
+
+__all__ = ["check_unchanged", "crc32c_of", "cut_members", "find_damage"]
+
+_CHUNK_BYTES = 256 * 1024
+
+
+def crc32c_of(data: Buffer) -> int:
+    """Return the CRC-32C of a buffer."""
+    if isinstance(data, bytes):
+        return int(google_crc32c.value(data))
+    # The C function takes bytes alone; copies of this size stay in the processor's cache.
+    view = memoryview(data)
+    crc = 0
+    for begin in range(0, len(view), _CHUNK_BYTES):
+        crc = google_crc32c.extend(crc, bytes(view[begin : begin + _CHUNK_BYTES]))
+    return crc
+
+
+def check_unchanged(span: Span, fetched: Fetched) -> None:
+    """Raise when the object is not the one that the manifest describes."""
+    differences = []
+    if None not in (span.shard_size, fetched.object_size) and span.shard_size != fetched.object_size:
+        differences.append(f"{fetched.object_size} bytes instead of {span.shard_size}")
+    if None not in (span.etag, fetched.etag) and _bare(span.etag) != _bare(fetched.etag):
+        differences.append(f"etag {fetched.etag} instead of {span.etag}")
+    if differences:
+        raise ChangedObjectError(
+            f"{join_url(span.root, span.path)} is not the shard that its manifest describes: "
+            f"{' and '.join(differences)}. Its index would point at wrong bytes, so nothing of it is used. "
+            f"Restore the shard, or write index and manifest again."
+        )
+
+
+def find_damage(span: Span, data: Buffer) -> BadSampleError | None:
+    """Return what is wrong with a span's bytes, or None."""
+    place = f"bytes {span.offset}..{span.offset + span.size} of {join_url(span.root, span.path)}"
+    if len(data) < span.size:
+        return BadSampleError(
+            "read",
+            "truncated",
+            f"{place}: only {len(data)} of {span.size} are there, so the sample is left out. "
+            f"The shard was cut short; copy or write it again.",
+        )
+    crc = crc32c_of(data)
+    if crc != span.crc32c:
+        return BadSampleError(
+            "read",
+            "crc_mismatch",
+            f"{place} have crc32c {crc:08x} where the index says {span.crc32c:08x}, also when read again, so the "
+            f"sample is left out. The shard is damaged or was changed after indexing; copy or write it again.",
+        )
+    for member in span.members:
+        if member.offset < span.offset or member.offset + member.size > span.offset + span.size:
+            return BadSampleError(
+                "read",
+                "member_outside_span",
+                f"{place}: member '{member.name}' lies at {member.offset}..{member.offset + member.size}, outside "
+                f"of its sample, so the sample is left out. The index is damaged; index the shard again.",
+            )
+    return None
+
+
+def cut_members(span: Span, data: Buffer) -> dict[str, memoryview]:
+    """Return each member's content as a view of the span's bytes."""
+    view = memoryview(data)
+    return {
+        member.name: view[member.offset - span.offset : member.offset - span.offset + member.size]
+        for member in span.members
+    }
+
+
+def _bare(etag: str | None) -> str:
+    """Return an etag without its quotes: stores and manifests differ in keeping them."""
+    return (etag or "").strip('"')
