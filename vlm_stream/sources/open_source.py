@@ -23,7 +23,7 @@ from vlm_stream.sources.ratio import sample_order
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["open_source", "read_entries"]
+__all__ = ["open_entry", "open_source", "read_entries"]
 
 _META_BYTES = 64 << 20
 """A meta file lists datasets; something larger that starts with a brace is not one."""
@@ -55,14 +55,22 @@ def open_source(
     bare = ShareGptForm.from_dicts(columns, tags, media_dir)
     entries = read_entries(path, names=names, bare=bare, spill_dir=spill_dir)
     files: dict[str, DataFile] = {}
-    catalogs = []
-    for entry in entries:
-        if entry.path not in files:
-            files[entry.path] = DataFile(entry.path, spill_dir=spill_dir)
-        data = files[entry.path]
-        order = sample_order(len(data), entry.sample_ratio)
-        catalogs.append(Catalog(data, name=entry.name, form=entry.form, on_mismatch=on_mismatch, order=order))
+    catalogs = [open_entry(entry, files, on_mismatch=on_mismatch, spill_dir=spill_dir) for entry in entries]
     return SourceGroup(catalogs, name=_stem(path))
+
+
+def open_entry(
+    entry: MetaEntry, files: dict[str, DataFile], *, on_mismatch: OnMismatch = "drop", spill_dir: str | None = None
+) -> Catalog:
+    """Return the records of one entry; `files` remembers what is scanned already, for entries that share a file."""
+    if entry.path not in files:
+        files[entry.path] = DataFile(entry.path, spill_dir=spill_dir)
+    data = files[entry.path]
+    try:
+        order = sample_order(len(data), entry.sample_ratio)
+    except SourceError as error:
+        raise SourceError(f"dataset '{entry.name}': {error}") from None
+    return Catalog(data, name=entry.name, form=entry.form, on_mismatch=on_mismatch, order=order)
 
 
 def read_entries(
