@@ -16,9 +16,8 @@ from vlm_stream.encode.config import EncodeConfig
 from vlm_stream.encode.fake_image import has_media, inject_fake_image, mask_vision_tokens
 from vlm_stream.encode.fit_length import fit_length
 from vlm_stream.encode.labels import IGNORE, label_answers, wants_training
-from vlm_stream.encode.load_media import LoadedMedia, load_media
+from vlm_stream.encode.load_media import LoadedMedia, audio_rate_of, load_media, processor_reads
 from vlm_stream.encode.media_tokens import check_media_tokens
-from vlm_stream.encode.pick_frames import frame_rule
 from vlm_stream.encode.typed_markers import TypedMarkers, disguise, splice_plain
 from vlm_stream.errors import BadSampleError, VlmStreamError
 
@@ -43,8 +42,7 @@ class Encoder:
         self.processor = processor
         self.config = config or EncodeConfig()
         self.chat: ChatFormat = chat_format(processor)
-        self.frame_rule = frame_rule(processor, self.config)
-        self.audio_rate = audio_rate_of(processor)
+        self.reads = processor_reads(processor, self.config)
 
     def encode(self, conversation: Conversation, media: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sample's tensors.
@@ -64,7 +62,7 @@ class Encoder:
             conversation, is_faked = inject_fake_image(conversation), True
         else:
             is_faked = False
-        loaded = load_media(conversation, media, self.config, self.frame_rule, self.audio_rate)
+        loaded = load_media(conversation, media, self.config, self.reads)
         try:
             return self._encode(conversation, loaded, is_faked)
         except VlmStreamError:
@@ -120,15 +118,6 @@ def _join_text(content: list[dict[str, Any]]) -> str:
     return "".join(item["text"] for item in content)
 
 
-def audio_rate_of(processor: Any) -> int:
-    """Return the sampling rate that the processor's audio part wants."""
-    for name in ("audio_processor", "feature_extractor"):
-        rate = getattr(getattr(processor, name, None), "sampling_rate", None)
-        if rate:
-            return int(rate)
-    return int(getattr(processor, "audio_sampling_rate", None) or 16_000)
-
-
 def call_processor(processor: Any, text: str, loaded: LoadedMedia, options: Mapping[str, Any]) -> dict[str, Any]:
     """Call the processor on one rendered text; per-token tensors lose their batch axis."""
     kwargs: dict[str, Any] = {"return_tensors": "pt", **options}
@@ -139,7 +128,7 @@ def call_processor(processor: Any, text: str, loaded: LoadedMedia, options: Mapp
         kwargs["images"] = [loaded.images]
     if loaded.videos:
         kwargs["videos"] = [[video.frames for video in loaded.videos]]
-        kwargs |= {"do_sample_frames": False, "video_metadata": [loaded.video_metadata()]}
+        kwargs |= {"do_sample_frames": False, "video_metadata": loaded.video_metadata()}
     if loaded.audios:
         kwargs |= {"audio": loaded.audios, "sampling_rate": audio_rate_of(processor)}
     out = processor(text=[text], **kwargs)

@@ -7,11 +7,11 @@ what the processor is called with. Which frames of a video are decoded is the ru
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.conversation import Conversation, Item, iter_media
 from vlm_stream.encode.fake_image import FAKE_IMAGE_NAME, make_fake_image
-from vlm_stream.encode.pick_frames import FrameRule, picker
+from vlm_stream.encode.pick_frames import FrameRule, frame_rule, picker
 from vlm_stream.errors import BadSampleError
 from vlm_stream.media import DecodedVideo, decode_audio, decode_frame_list, decode_image, decode_video
 
@@ -22,7 +22,40 @@ if TYPE_CHECKING:
 
     from vlm_stream.encode.config import EncodeConfig
 
-__all__ = ["LoadedMedia", "load_media"]
+__all__ = ["LoadedMedia", "ProcessorReads", "audio_rate_of", "load_media", "processor_reads"]
+
+_AUDIO_PARTS: Final = ("audio_processor", "feature_extractor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessorReads:
+    """What a processor takes besides text, looked up once."""
+
+    name: str
+    """Its class, for messages."""
+    media: frozenset[str]
+    """Which of image, video and audio it has a part for."""
+    frame_rule: FrameRule
+    audio_rate: int
+
+
+def processor_reads(processor: Any, config: EncodeConfig) -> ProcessorReads:
+    """Look at the processor's parts."""
+    parts = {"image": ("image_processor",), "video": ("video_processor",), "audio": _AUDIO_PARTS}
+    media = {m for m, names in parts.items() if any(getattr(processor, n, None) is not None for n in names)}
+    return ProcessorReads(
+        name=type(processor).__name__,
+        media=frozenset(media),
+        frame_rule=frame_rule(processor, config),
+        audio_rate=audio_rate_of(processor),
+    )
+
+
+def audio_rate_of(processor: Any) -> int:
+    """Return the sampling rate that the processor's audio part wants."""
+    rates = (getattr(getattr(processor, name, None), "sampling_rate", None) for name in _AUDIO_PARTS)
+    rate = next((rate for rate in rates if rate), None) or getattr(processor, "audio_sampling_rate", None)
+    return int(rate or 16_000)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,21 +82,27 @@ class LoadedMedia:
 
 
 def load_media(
-    conversation: Conversation, members: Mapping[str, Any], config: EncodeConfig, rule: FrameRule, audio_rate: int
+    conversation: Conversation, members: Mapping[str, Any], config: EncodeConfig, reads: ProcessorReads
 ) -> LoadedMedia:
-    """Decode all media; raise `BadSampleError` at the first that is missing or damaged."""
+    """Decode all media; raise `BadSampleError` at the first that is missing, damaged or of no use to the processor."""
     loaded = LoadedMedia()
     for item in iter_media(conversation):
         where = item.get(item["type"])
+        if item["type"] not in reads.media:
+            raise BadSampleError(
+                "encode",
+                "unsupported_medium",
+                f"{_name_of(where)}: {reads.name} does not read {item['type']}; the model would never see it.",
+            )
         try:
             if item["type"] == "image":
                 is_fake = isinstance(where, str) and where == FAKE_IMAGE_NAME and where not in members
                 image = make_fake_image() if is_fake else decode_image(_bytes_of(where, members), config.image)
                 loaded.images.append(image)
             elif item["type"] == "video":
-                loaded.videos.append(_load_video(item, members, config, rule))
+                loaded.videos.append(_load_video(item, members, config, reads.frame_rule))
             else:
-                loaded.audios.append(decode_audio(_bytes_of(where, members), audio_rate))
+                loaded.audios.append(decode_audio(_bytes_of(where, members), reads.audio_rate))
         except BadSampleError as error:
             raise BadSampleError("decode", error.reason, f"{_name_of(where)}: {error}") from error
     return loaded

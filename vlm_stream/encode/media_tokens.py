@@ -119,22 +119,36 @@ def resolve_token_id(processor: Any, medium: str) -> int | None:
 
 def check_media_tokens(processor: Any, input_ids: torch.Tensor, sample: Mapping[str, Any]) -> None:
     """Raise `BadSampleError` when ids [S] hold another number of media tokens than the grids ask for."""
+    expected = 0
+    tokens: set[int] = set()
     for medium, grid_key, part in _GRIDS:
         grid = sample.get(grid_key)
-        token_id = resolve_token_id(processor, medium) if grid is not None else None
-        if grid is None or token_id is None:
+        token_id = resolve_token_id(processor, medium)
+        if token_id is not None:
+            tokens.add(token_id)  # some families write the frames of a video with the image token
+        if grid is None:
             continue
+        if token_id is None:
+            return
         merge = getattr(getattr(processor, part, None), "merge_size", None) or 2
         per_token = merge[0] * merge[1] if isinstance(merge, (tuple, list)) else merge**2
-        expected = int((grid.prod(-1) // per_token).sum())
-        found = int((input_ids == token_id).sum())
-        if found != expected:
-            raise BadSampleError(
-                "encode",
-                "media_token_mismatch",
-                f"The sequence holds {found} {medium} tokens, but its {grid_key} asks for {expected}; the model would "
-                "refuse it.",
-            )
+        patches = grid[:, 1:] if _pools_time(processor) else grid
+        expected += int((patches.prod(-1) // per_token).sum())
+    if not tokens or not any(sample.get(grid_key) is not None for _, grid_key, _ in _GRIDS):
+        return
+    found = sum(int((input_ids == token_id).sum()) for token_id in tokens)
+    if found != expected:
+        raise BadSampleError(
+            "encode",
+            "media_token_mismatch",
+            f"The sequence holds {found} image and video tokens, but the grids ask for {expected}; the model would "
+            "refuse it.",
+        )
+
+
+def _pools_time(processor: Any) -> bool:
+    """Say whether all frames of one grid row share their tokens, as in Kimi-K2.5's chunks of frames."""
+    return type(processor).__name__ in ("Kimi_K25Processor", "KimiK25Processor")
 
 
 def _added(tokenizer: Any) -> dict[str, int]:
