@@ -159,8 +159,9 @@ def _chat(form: ContentForm, *turns: tuple[str, str]) -> Conversation:
 
 def _content_form(processor: Any) -> ContentForm:
     shows = {}
-    for form in ("list", "string"):
-        text = _try_render(processor, _chat(form, ("user", _USER[0]), ("assistant", _ANSWER[0])))  # type: ignore[arg-type]
+    forms: tuple[ContentForm, ContentForm] = ("list", "string")
+    for form in forms:
+        text = _try_render(processor, _chat(form, ("user", _USER[0]), ("assistant", _ANSWER[0])))
         shows[form] = text.count(_ANSWER[0]) == 1 and "'type'" not in text
     if shows["list"]:
         return "both" if shows["string"] else "list"

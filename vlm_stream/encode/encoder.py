@@ -88,9 +88,7 @@ class Encoder:
         if not self.config.allow_unlabelled and bool((sample["labels"] == IGNORE).all()):
             raise BadSampleError("encode", "no_labels", "No token of the sample is to be learned: no answer is left.")
         if is_faked:
-            sample["attention_mask"] = mask_vision_tokens(
-                self.processor, sample["input_ids"], sample["attention_mask"]
-            )
+            sample["attention_mask"] = mask_vision_tokens(self.processor, sample["input_ids"], sample["attention_mask"])
         return sample
 
     def render(self, conversation: Conversation) -> tuple[str, TypedMarkers | None]:
@@ -108,13 +106,18 @@ def shape_content(conversation: Conversation, chat: ChatFormat) -> Conversation:
             for m in conversation
         ]
     if chat.content_form == "string":
-        return [{**m, "content": _join_text(m["content"])} if isinstance(m.get("content"), list) else m for m in conversation]
+        return [
+            {**m, "content": _join_text(m["content"])} if isinstance(m.get("content"), list) else m
+            for m in conversation
+        ]
     return conversation
 
 
 def _join_text(content: list[dict[str, Any]]) -> str:
     if any(item.get("type") != "text" for item in content):
-        raise BadSampleError("encode", "no_media_in_template", "The chat template takes plain text, the turn has media.")
+        raise BadSampleError(
+            "encode", "no_media_in_template", "The chat template takes plain text, the turn has media."
+        )
     return "".join(item["text"] for item in content)
 
 
@@ -128,11 +131,23 @@ def call_processor(processor: Any, text: str, loaded: LoadedMedia, options: Mapp
         kwargs["images"] = [loaded.images]
     if loaded.videos:
         kwargs["videos"] = [[video.frames for video in loaded.videos]]
-        kwargs |= {"do_sample_frames": False, "video_metadata": loaded.video_metadata()}
+        kwargs |= {"do_sample_frames": False, "video_metadata": _metadata_for(processor, loaded)}
     if loaded.audios:
         kwargs |= {"audio": loaded.audios, "sampling_rate": audio_rate_of(processor)}
     out = processor(text=[text], **kwargs)
     return {key: value[0] if key in SEQUENCE_KEYS else value for key, value in out.items()}
+
+
+def _metadata_for(processor: Any, loaded: LoadedMedia) -> Any:
+    """Return the metadata in the form that the processor's class takes: a list, or one object for its one video."""
+    metadata = loaded.video_metadata()
+    if not type(processor).__name__.startswith("NemotronH"):
+        return metadata
+    if len(metadata) > 1:
+        raise BadSampleError("encode", "too_many_videos", f"{type(processor).__name__} takes one video per sample.")
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(**metadata[0])
 
 
 def _splice(processor: Any, sample: dict[str, Any], text: str, markers: TypedMarkers) -> None:

@@ -1,12 +1,12 @@
-"""Labels from the rendered text: each assistant turn with its stop token, and nothing else.
+r"""Labels from the rendered text: each assistant turn with its stop token, and nothing else.
 
 Enters: ids [S] of one sample, the text that was rendered for it, and the scaffold of the chat template. Leaves: labels
 [S], IGNORE wherever nothing is to be learned. Typed control strings were taken out of the text before it was rendered,
 so every chat token in the text was written by the template, and the n-th of them in the text is the n-th in the ids:
 
-    text   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n\\nHello<|im_end|>\\n
+    text   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n\nHello<|im_end|>\n
     chat   0                    1           2                           3
-    ids    [0] user \\n Hi      [1] \\n     [2] assistant  \\n\\n  Hello  [3] \\n
+    ids    [0] user \n Hi      [1] \n     [2] assistant  \n\n  Hello  [3] \n
     label  .   .    .  .        .   .       .   .          *      *      *   .
 
 A header's end may lie inside a token (here the template's newline and the answer's first one merged): a token that
@@ -82,9 +82,7 @@ def header_ends(chat: ChatFormat, text: str) -> list[int]:
     return [end + len(blanks) if text.startswith(blanks, end) else end for end in ends]
 
 
-def _align(
-    chat: ChatFormat, text: str, ids: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.intp], list[re.Match[str]]]:
+def _align(chat: ChatFormat, text: str, ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], list[re.Match[str]]]:
     """Return the positions of the chat tokens in the ids, and the same tokens in the text."""
     marks = list(chat.chat_pattern.finditer(text)) if chat.chat_pattern else []
     positions = np.flatnonzero(np.isin(ids, list(chat.chat_ids.values())))

@@ -1,20 +1,21 @@
 """The three libraries that decode videos, behind one small face: facts, then frames by index.
 
 A backend counts frames by walking the file's packets (containers lie about their number), and turns pictures as the
-file's display matrix says, so that all of them agree on the frames and on their order. Nothing but `video.py` uses this.
+file's display matrix says, so that all of them agree on the frames and on their order. Only `video.py` uses this.
 """
 
 from __future__ import annotations
 
 import io
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from vlm_stream.errors import BadSampleError, ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -63,7 +64,7 @@ def open_video(data: VideoData, backend: str, stage: str) -> Iterator[OpenVideo]
     """Open one video; whatever the library raises on damaged bytes becomes a `BadSampleError` of that stage."""
     video: OpenVideo | None = None
     try:
-        video = {"decord": _Decord, "av": _Av, "torchcodec": _TorchCodec}[backend](data)
+        video = _OPENERS[backend](data)
         yield video
     except (BadSampleError, ConfigError):
         raise
@@ -190,7 +191,7 @@ class _TorchCodec:
     """torchcodec, where FFmpeg's shared libraries are installed."""
 
     def __init__(self, data: VideoData) -> None:
-        from torchcodec.decoders import VideoDecoder
+        VideoDecoder = import_module("torchcodec.decoders").VideoDecoder  # noqa: N806
 
         source = bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else str(data)
         self._decoder = VideoDecoder(source, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="exact")
@@ -206,3 +207,6 @@ class _TorchCodec:
 
     def close(self) -> None:
         del self._decoder
+
+
+_OPENERS: Final[dict[str, Callable[[VideoData], OpenVideo]]] = {"decord": _Decord, "av": _Av, "torchcodec": _TorchCodec}
