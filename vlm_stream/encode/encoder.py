@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from vlm_stream.encode.chat_format import ChatFormat, chat_format, render_template, tokenizer_of
+from vlm_stream.encode.chat_format import ChatFormat, Rendered, chat_format, render_chat, tokenizer_of
 from vlm_stream.encode.config import EncodeConfig
 from vlm_stream.encode.fake_image import has_media, inject_fake_image, mask_vision_tokens
 from vlm_stream.encode.fit_length import fit_length
 from vlm_stream.encode.labels import IGNORE, label_answers, wants_training
 from vlm_stream.encode.load_media import LoadedMedia, audio_rate_of, load_media, processor_reads
+from vlm_stream.encode.marker_scan import build_labels_from_template
 from vlm_stream.encode.media_tokens import check_media_tokens
 from vlm_stream.encode.typed_markers import TypedMarkers, disguise, splice_plain
 from vlm_stream.errors import BadSampleError, VlmStreamError
@@ -76,12 +77,11 @@ class Encoder:
             ) from error
 
     def _encode(self, conversation: Conversation, loaded: LoadedMedia, is_faked: bool) -> dict[str, Any]:
-        text, markers = self.render(conversation)
-        sample = call_processor(self.processor, text, loaded, self.config.processor_kwargs)
+        rendered, markers = self.render(conversation)
+        sample = call_processor(self.processor, rendered.text, loaded, self.config.processor_kwargs)
         if markers is not None:
-            _splice(self.processor, sample, text, markers)
-        ids = sample["input_ids"].numpy()
-        sample["labels"] = _as_tensor(label_answers(self.processor, self.chat, text, ids, wants_training(conversation)))
+            _splice(self.processor, sample, rendered.text, markers)
+        sample["labels"] = self._label(conversation, rendered, sample["input_ids"])
         if self.config.max_length is not None:
             sample = fit_length(self.processor, sample, self.config.max_length, self.config.overlong)
         check_media_tokens(self.processor, sample["input_ids"], sample)
@@ -91,11 +91,17 @@ class Encoder:
             sample["attention_mask"] = mask_vision_tokens(self.processor, sample["input_ids"], sample["attention_mask"])
         return sample
 
-    def render(self, conversation: Conversation) -> tuple[str, TypedMarkers | None]:
-        """Return the text that the chat template writes, typed control strings replaced."""
+    def _label(self, conversation: Conversation, rendered: Rendered, ids: torch.Tensor) -> torch.Tensor:
+        if rendered.spans is None and not self.chat.header:
+            return build_labels_from_template(ids[None], [conversation], self.processor)[0]
+        train = wants_training(conversation)
+        return _as_tensor(label_answers(self.processor, self.chat, rendered, ids.numpy(), train))
+
+    def render(self, conversation: Conversation) -> tuple[Rendered, TypedMarkers | None]:
+        """Return what the chat template writes, typed control strings replaced."""
         conversation = shape_content(conversation, self.chat)
         conversation, markers = disguise(conversation, self.chat)
-        return render_template(self.processor, conversation, **self.config.template_kwargs), markers
+        return render_chat(self.processor, self.chat, conversation, **self.config.template_kwargs), markers
 
 
 def shape_content(conversation: Conversation, chat: ChatFormat) -> Conversation:

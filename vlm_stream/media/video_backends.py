@@ -131,10 +131,10 @@ class _Av:
             if packet.is_keyframe:
                 self._keyframes.append(stamp)
         self._stamps = sorted(stamps)
-        self._turns = 0
+        self._first: npt.NDArray[np.uint8] | None = None
 
     def facts(self) -> Facts:
-        first = self._decode([0])[0]
+        self._first = first = self._decode([0])[0]
         rate = self._stream.average_rate or self._stream.guessed_rate
         duration = self._stream.duration
         seconds = float(duration * self._stream.time_base) if duration else 0.0
@@ -143,7 +143,8 @@ class _Av:
     def frames(self, indices: Sequence[int]) -> npt.NDArray[np.uint8]:
         import numpy as np
 
-        decoded = self._decode(sorted(set(indices)))
+        known = {} if self._first is None else {0: self._first}
+        decoded = known | self._decode(sorted(set(indices) - known.keys()))
         return np.stack([decoded[index] for index in indices])
 
     def _decode(self, wanted: list[int]) -> dict[int, npt.NDArray[np.uint8]]:
