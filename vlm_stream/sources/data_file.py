@@ -1,0 +1,100 @@
+"""The raw examples of one data file by number: scanned once for their places, parsed only when read.
+
+Enters: a JSON array or JSON lines, plain or compressed. Leaves: parsed JSON values with `file:line`. Memory is about 16
+bytes per record. The file as a whole is refused only when its records cannot be told apart. What an example means is
+decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vlm_stream.errors import BadSampleError, SourceError
+from vlm_stream.sources.local_file import LocalFile, plain_name
+from vlm_stream.sources.parse import NotJsonError, parse_json
+from vlm_stream.sources.scan_array import scan_array
+from vlm_stream.sources.scan_lines import scan_lines
+
+if TYPE_CHECKING:
+    from vlm_stream.sources.spans import RecordSpans
+
+__all__ = ["DataFile", "first_bytes", "holds_lines"]
+
+_LOG = logging.getLogger(__name__)
+_BOM = b"\xef\xbb\xbf"
+_LINE_SUFFIXES = (".jsonl", ".ndjson")
+_PEEK_BYTES = 1 << 20
+_BLANKS = b" \t\r\n"
+
+
+class DataFile:
+    """The raw examples of one file by number."""
+
+    def __init__(self, path: str, *, spill_dir: str | None = None) -> None:
+        """Scan the file once; `.jsonl` and `.ndjson` hold a record per line, anything else is told by its beginning."""
+        self.file = LocalFile(path, spill_dir=spill_dir)
+        self.path = self.file.path
+        self.spans: RecordSpans = _scan(self.file)
+
+    def __len__(self) -> int:
+        """Return the number of records, bad ones included."""
+        return len(self.spans)
+
+    def where(self, number: int) -> str:
+        """Return `file:line`."""
+        return f"{self.path}:{self.spans.lines[number]}"
+
+    def load(self, number: int) -> Any:
+        """Return the parsed example; raise `BadSampleError` when it is not JSON in UTF-8."""
+        data = self.file.read_at(int(self.spans.begins[number]), int(self.spans.sizes[number]))
+        try:
+            return parse_json(data)
+        except NotJsonError as error:
+            raise BadSampleError(
+                "convert",
+                error.reason,
+                f"{self.where(number)}: {error}. The sample is left out; mend or delete it.",
+            ) from None
+
+
+def first_bytes(file: LocalFile) -> tuple[int, bytes]:
+    """Return the offset behind a byte order mark, and the first bytes there; other encodings raise `SourceError`."""
+    head = file.read_at(0, min(file.size_bytes, _PEEK_BYTES))
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or head[:4].count(0) > 1:
+        raise SourceError(
+            f"{file.path}: the file is UTF-16 or UTF-32, and records are read as UTF-8 only. "
+            "Convert it, for example with: iconv -f UTF-16 -t UTF-8."
+        )
+    return (len(_BOM), head[len(_BOM) :]) if head.startswith(_BOM) else (0, head)
+
+
+def holds_lines(file: LocalFile, head: bytes) -> bool:
+    """Tell whether the file has one JSON value per line: by its name, else by a first line that is whole by itself."""
+    if plain_name(file.path).endswith(_LINE_SUFFIXES):
+        return True
+    first, newline, rest = head.lstrip(_BLANKS).partition(b"\n")
+    if not first.startswith(b"{") or not newline or not rest.strip(_BLANKS):
+        return False
+    try:
+        return isinstance(parse_json(first), dict)
+    except NotJsonError:
+        return False
+
+
+def _scan(file: LocalFile) -> RecordSpans:
+    begin, head = first_bytes(file)
+    with file.stream() as stream:
+        if holds_lines(file, head):
+            spans = scan_lines(stream, begin)
+        elif head.lstrip(_BLANKS).startswith(b"["):
+            spans = scan_array(stream, file.path, begin)
+        else:
+            found = repr(head.lstrip(_BLANKS)[:20])[1:] if head.strip(_BLANKS) else "nothing"
+            raise SourceError(
+                f"{file.path}: Expected a JSON array of records or one JSON object per line, found {found}, so "
+                "there is nothing to convert. Give the data file itself, a .json or .jsonl (.gz and .zst may follow)."
+            )
+    if not len(spans):
+        _LOG.warning("%s: the file has no records", file.path)
+    return spans

@@ -1,0 +1,178 @@
+"""A data file as local bytes: `.gz`, `.zst` and remote objects are spilled once into a temporary folder.
+
+Enters: a path or URL. Leaves: random access to the plain bytes, from any process. A copy in another process uses the
+first process's spill if it can see it and makes its own otherwise (another machine), so a source may be sent anywhere.
+Nothing here knows what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import shutil
+import tempfile
+import weakref
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from vlm_stream.errors import MissingExtraError, SourceError
+from vlm_stream.sources.media_path import is_url
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import BinaryIO
+
+__all__ = ["LocalFile", "plain_name"]
+
+_LOG = logging.getLogger(__name__)
+_COPY_BYTES = 4 << 20
+
+
+class LocalFile:
+    """Plain bytes of a local or spilled file, read at any offset. Picklable; handles are opened where they are used."""
+
+    def __init__(self, path: str, *, spill_dir: str | None = None) -> None:
+        """Make the plain bytes available.
+
+        Args:
+            path: Path or URL; `file://` is a path.
+            spill_dir: Where decompressed and downloaded files go; the system's folder for temporary files if None.
+        """
+        self.path = path.removeprefix("file://")
+        self._spill_dir = spill_dir
+        self._spill: Path | None = None
+        self._descriptor = -1
+        self._owner: weakref.finalize[..., Any] | None = None
+        self._open()
+        stat = os.fstat(self._descriptor)
+        self.size_bytes = stat.st_size
+        self._stamp = stat.st_mtime_ns
+
+    def read_at(self, begin: int, size_bytes: int) -> bytes:
+        """Return the bytes of a range; a file that changed since it was scanned raises `SourceError`."""
+        if self._descriptor < 0:
+            self._open()
+            stat = os.fstat(self._descriptor)
+            # A spill that this process made itself is younger than the first one, and equal to it.
+            if stat.st_size != self.size_bytes or (stat.st_mtime_ns != self._stamp and self._owner is None):
+                self.close()
+                raise SourceError(
+                    f"{self.path}: the file has changed since its records were located, so their places are wrong. "
+                    "Keep inputs still while they are converted, and start again."
+                )
+        parts = []
+        while size_bytes > 0 and (part := os.pread(self._descriptor, size_bytes, begin)):
+            parts.append(part)
+            begin, size_bytes = begin + len(part), size_bytes - len(part)
+        if size_bytes:
+            raise SourceError(
+                f"{self.path}: the file became shorter while it was read: {size_bytes} bytes are missing before byte "
+                f"{begin + size_bytes:,}. Keep inputs still while they are converted, and start again."
+            )
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def stream(self) -> BinaryIO:
+        """Return a new handle at the beginning of the plain bytes."""
+        return open(self._spill or self.path, "rb", buffering=0)  # noqa: PTH123
+
+    def close(self) -> None:
+        """Close the handle; the next read opens it again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        """Give the handle back."""
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Handles and the ownership of the spill stay in this process."""
+        return {**self.__dict__, "_descriptor": -1, "_owner": None}
+
+    def _open(self) -> None:
+        if (is_url(self.path) or _decompressor(self.path)) and (self._spill is None or not self._spill.exists()):
+            self._spill, self._owner = _spill(self.path, self._spill_dir, self)
+        try:
+            self._descriptor = os.open(self._spill or self.path, os.O_RDONLY)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
+
+def plain_name(path: str) -> str:
+    """Return the name without the suffix of its compression: `a.jsonl.gz` -> `a.jsonl`."""
+    return path.removesuffix(".gz").removesuffix(".zst")
+
+
+def _unreadable(path: str, error: OSError) -> SourceError:
+    return SourceError(
+        f"{path}: cannot be opened ({error.strerror or error}), so none of its records can be read. "
+        "Check the path; in a meta file it is relative to that file."
+    )
+
+
+def _decompressor(path: str) -> Callable[[BinaryIO], BinaryIO] | None:
+    if path.endswith(".gz"):
+        return _gzip
+    if path.endswith(".zst"):
+        return _zstd
+    return None
+
+
+def _gzip(raw: BinaryIO) -> BinaryIO:
+    return cast("BinaryIO", gzip.GzipFile(fileobj=raw))
+
+
+def _zstd(raw: BinaryIO) -> BinaryIO:
+    try:
+        import zstandard
+    except ImportError:
+        raise MissingExtraError("zstandard", "zstd", "Reading .zst files") from None
+    # Files written by several writers are several frames after each other.
+    return cast("BinaryIO", zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+
+
+def _spill(path: str, spill_dir: str | None, owner: LocalFile) -> tuple[Path, weakref.finalize[..., Any]]:
+    """Write the plain bytes into a new folder that goes away with its owner."""
+    folder = Path(tempfile.mkdtemp(prefix="vlm-stream-", dir=spill_dir))
+    finalizer = weakref.finalize(owner, _remove, str(folder), os.getpid())
+    target = folder / "plain"
+    decompress = _decompressor(path)
+    try:
+        with _open_raw(path) as raw, target.open("wb") as out:
+            shutil.copyfileobj(decompress(raw) if decompress else raw, out, _COPY_BYTES)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        finalizer()
+        raise _damaged(path, error) from error
+    except OSError as error:
+        finalizer()
+        raise _unreadable(path, error) from error
+    except Exception as error:
+        finalizer()
+        if type(error).__name__ == "ZstdError":  # the class is not importable without the package
+            raise _damaged(path, error) from error
+        raise
+    _LOG.info("%s: %d plain bytes in %s", path, target.stat().st_size, folder)
+    return target, finalizer
+
+
+def _damaged(path: str, error: Exception) -> SourceError:
+    return SourceError(
+        f"{path}: cannot be decompressed ({error}), so the file is cut off or damaged and none of its records are "
+        "read. Fetch it again, or give the plain file."
+    )
+
+
+def _open_raw(path: str) -> BinaryIO:
+    if is_url(path):
+        from vlm_stream.sources.remote_file import open_remote
+
+        return open_remote(path)
+    return open(path, "rb")  # noqa: PTH123
+
+
+def _remove(folder: str, pid: int) -> None:
+    if os.getpid() == pid:  # a forked worker must not take the folder from its parent
+        shutil.rmtree(folder, ignore_errors=True)

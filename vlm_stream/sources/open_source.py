@@ -1,0 +1,105 @@
+"""A path or URL -> a source of records: a meta file with its entries, or one bare data file.
+
+Enters: where the input is, and what the user says of its form. Leaves: one `SourceGroup`, whose members are the meta
+file's entries in sorted order, or the one file. Every data file is scanned here, once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from vlm_stream.errors import SourceError
+from vlm_stream.sources.catalog import Catalog
+from vlm_stream.sources.data_file import DataFile, first_bytes, holds_lines
+from vlm_stream.sources.form import ShareGptForm
+from vlm_stream.sources.group import SourceGroup
+from vlm_stream.sources.local_file import LocalFile, plain_name
+from vlm_stream.sources.meta import MetaEntry, parse_meta
+from vlm_stream.sources.mismatch import OnMismatch, check_policy
+from vlm_stream.sources.ratio import sample_order
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["open_source", "read_entries"]
+
+_META_BYTES = 64 << 20
+"""A meta file lists datasets; something larger that starts with a brace is not one."""
+
+
+def open_source(
+    path: str,
+    *,
+    names: Iterable[str] | None = None,
+    on_mismatch: OnMismatch = "drop",
+    columns: Mapping[str, str] | None = None,
+    tags: Mapping[str, str] | None = None,
+    media_dir: str | None = None,
+    spill_dir: str | None = None,
+) -> SourceGroup:
+    """Return the records of a meta file, or of a bare JSON array or JSONL file (`.gz`, `.zst` and URLs too).
+
+    Args:
+        path: The file. A meta file is a JSON object whose values are objects.
+        names: Which entries of a meta file; all if None.
+        on_mismatch: What happens to a record that does not map whole: `drop`, `keep` what maps, `raise`.
+        columns: For a bare file: names of its columns. A meta file says this itself.
+        tags: For a bare file: names of its role keys and roles.
+        media_dir: For a bare file: what its relative media paths are joined to; as written if None.
+        spill_dir: Where compressed and remote files are unpacked; the folder for temporary files if None.
+    """
+    check_policy(on_mismatch)
+    path = str(path)
+    bare = ShareGptForm.from_dicts(columns, tags, media_dir)
+    entries = read_entries(path, names=names, bare=bare, spill_dir=spill_dir)
+    files: dict[str, DataFile] = {}
+    catalogs = []
+    for entry in entries:
+        if entry.path not in files:
+            files[entry.path] = DataFile(entry.path, spill_dir=spill_dir)
+        data = files[entry.path]
+        order = sample_order(len(data), entry.sample_ratio)
+        catalogs.append(Catalog(data, name=entry.name, form=entry.form, on_mismatch=on_mismatch, order=order))
+    return SourceGroup(catalogs, name=_stem(path))
+
+
+def read_entries(
+    path: str, *, names: Iterable[str] | None = None, bare: ShareGptForm | None = None, spill_dir: str | None = None
+) -> list[MetaEntry]:
+    """Return the entries of a meta file; a bare data file is one entry named after the file."""
+    bare = bare or ShareGptForm()
+    file = LocalFile(path, spill_dir=spill_dir)
+    _, head = first_bytes(file)
+    if not head.lstrip().startswith(b"{") or holds_lines(file, head):
+        if names is not None:
+            raise SourceError(f"{path}: a data file has no names to choose from; leave the names filter out.")
+        return [MetaEntry(name=_stem(path), path=path, form=bare)]
+    if bare != ShareGptForm():
+        raise SourceError(f"{path}: a meta file says columns, tags and media_dir for each entry; put them there.")
+    if file.size_bytes > _META_BYTES:
+        raise SourceError(
+            f"{path}: Expected a JSON array of records or a meta file, found one JSON object of {file.size_bytes:,} "
+            "bytes, which is neither. Write the records as an array or one per line (.jsonl)."
+        )
+    text = file.read_at(0, file.size_bytes).decode("utf-8-sig", errors="replace")
+    return parse_meta(_checked(text, path), path, names)
+
+
+def _checked(text: str, path: str) -> str:
+    """Refuse an object that is a single record rather than a meta file."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text  # the parser of meta files says where it is broken
+    if not all(isinstance(value, dict) for value in found.values()):
+        raise SourceError(
+            f"{path}: Expected a JSON array of records or a meta file, found one object with the keys "
+            f"{', '.join(sorted(found)[:8])}. Write the records as an array or one per line (.jsonl)."
+        )
+    return text
+
+
+def _stem(path: str) -> str:
+    return PurePosixPath(plain_name(path)).stem or path

@@ -1,0 +1,156 @@
+"""One sharegpt example becomes one conversation; what does not map is named, never lost in silence.
+
+Enters: a JSON object with messages and media columns, and how its columns and roles are called. Leaves: a conversation
+and the list of mismatches. No files are opened here and no medium is looked at: paths stay words.
+
+The rules, where the format leaves a choice:
+
+* `<image>`, `<video>`, `<audio>` (any case, no blanks inside) in user turns take the next medium of their column,
+  counted over the whole example. In other turns they are plain text and take nothing.
+* System turns are kept. Turns of one role after each other stay separate turns. Empty user turns keep one empty text.
+* Tool results map to the role `tool` once `tool_tag` says how they are called, calls of functions to `assistant` once
+  `function_tag` does; without those tags they are unmapped roles.
+* One medium outside a list (a string, a dict) counts as a list of one; null and "" as an empty list.
+* Content may also be a list of typed parts; a media part without a value takes the next medium of its column.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.conversation import MEDIA_TYPES, Conversation, Item
+from vlm_stream.sources.example_media import ExampleMedia
+from vlm_stream.sources.form import ShareGptForm
+from vlm_stream.sources.mismatch import MISMATCHES_KEY, Mismatch, OnMismatch, apply_policy, check_policy, show
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["PASSENGER_KEYS", "convert_sharegpt_to_conversation", "map_sharegpt"]
+
+PASSENGER_KEYS: Final = ("mm_inputs_meta", "_text_tokens")
+"""Fields that travel with a conversation, unread."""
+
+_PLACEHOLDER = re.compile(r"<(image|video|audio)>", re.IGNORECASE)
+
+
+def convert_sharegpt_to_conversation(
+    example: Mapping[str, Any],
+    columns: Mapping[str, str] | None = None,
+    tags: Mapping[str, str] | None = None,
+    media_dir: str | None = None,
+    on_mismatch: OnMismatch = "drop",
+) -> dict[str, Any]:
+    """Return `{"conversation": [...]}` with `mm_inputs_meta` and `_text_tokens` if the example has them.
+
+    Args:
+        example: One sharegpt object.
+        columns: Names of the columns `messages`, `images`, `videos`, `audios`, where they differ.
+        tags: Names of the role and content keys and of the roles, where they differ.
+        media_dir: What relative media paths are joined to.
+        on_mismatch: `drop` raises `BadSampleError`, which the caller records; `keep` keeps what maps and lists the rest
+            under `_mismatches`; `raise` raises `SourceError`, which ends the job.
+    """
+    check_policy(on_mismatch)
+    conversation, mismatches = map_sharegpt(example, ShareGptForm.from_dicts(columns, tags, media_dir))
+    kept = apply_policy(conversation, mismatches, on_mismatch)
+    result: dict[str, Any] = {"conversation": conversation}
+    result.update((key, example[key]) for key in PASSENGER_KEYS if key in example)
+    if kept:
+        result[MISMATCHES_KEY] = kept
+    return result
+
+
+def map_sharegpt(example: Mapping[str, Any], form: ShareGptForm) -> tuple[Conversation, list[Mismatch]]:
+    """Return what maps, and what does not."""
+    mismatches: list[Mismatch] = []
+    if not isinstance(example, dict):
+        return [], [Mismatch("not_an_object", f"the record is {show(example)}, not a JSON object")]
+    messages = example.get(form.messages)
+    if messages is None:
+        return [], [_missing_messages(example, form.messages)]
+    if not isinstance(messages, list):
+        return [], [Mismatch("messages_not_a_list", f"'{form.messages}' is {show(messages)}, not a list of turns")]
+    media = ExampleMedia(example, form, mismatches)
+    roles = form.roles()
+    conversation: Conversation = []
+    for number, message in enumerate(messages, 1):
+        turn = f"turn {number}"
+        if not isinstance(message, dict):
+            mismatches.append(Mismatch("turn_not_an_object", f"{turn} is {show(message)}, not an object"))
+            continue
+        role = _role(message.get(form.role_tag, ""), roles)
+        if role is None:
+            mismatches.append(_unmapped(turn, message, form, roles))
+            continue
+        content = message.get(form.content_tag)
+        if content is None:
+            mismatches.append(Mismatch("null_content", f"{turn} ({role}) has no '{form.content_tag}'"))
+            continue
+        items = _items(content, f"{turn} ({role})", role == "user", media)
+        if items:
+            conversation.append({"role": role, "content": items})
+    media.note_surplus()
+    if not conversation and not mismatches:
+        mismatches.append(Mismatch("empty_conversation", f"'{form.messages}' has no turns"))
+    return conversation, mismatches
+
+
+def _role(value: object, roles: dict[str, str]) -> str | None:
+    return roles.get(value) if isinstance(value, str) else None
+
+
+def _missing_messages(example: Mapping[str, Any], column: str) -> Mismatch:
+    state = "is null" if column in example else "is missing"
+    return Mismatch(
+        "no_messages", f"column '{column}' {state} (columns here: {', '.join(sorted(map(str, example))) or 'none'})"
+    )
+
+
+def _unmapped(turn: str, message: dict[str, Any], form: ShareGptForm, roles: dict[str, str]) -> Mismatch:
+    if form.role_tag not in message:
+        return Mismatch("no_role", f"{turn} has no '{form.role_tag}' (keys: {', '.join(sorted(message)) or 'none'})")
+    known = ", ".join(sorted(roles))
+    return Mismatch("unmapped_role", f"{turn} has the role {show(message[form.role_tag])}; mapped are {known}")
+
+
+def _items(content: object, turn: str, is_user: bool, media: ExampleMedia) -> list[Item]:
+    """Return the items of one turn; an empty list when nothing of the turn can be used."""
+    if isinstance(content, str):
+        if not is_user:
+            return [{"type": "text", "text": content}]
+        return _split_placeholders(content, turn, media) or [{"type": "text", "text": ""}]
+    if isinstance(content, list):
+        return _typed_parts(content, turn, media) or [{"type": "text", "text": ""}]
+    media.mismatches.append(Mismatch("content_not_text", f"{turn} has {show(content)} for content, not text"))
+    return []
+
+
+def _split_placeholders(text: str, turn: str, media: ExampleMedia) -> list[Item]:
+    items: list[Item] = []
+    for position, piece in enumerate(_PLACEHOLDER.split(text)):  # text, medium, text, medium, ..., text
+        if position % 2:
+            item = media.take(piece.lower(), turn)
+            if item is not None:
+                items.append(item)
+        elif stripped := piece.strip():
+            items.append({"type": "text", "text": stripped})
+    return items
+
+
+def _typed_parts(parts: list[Any], turn: str, media: ExampleMedia) -> list[Item]:
+    items: list[Item] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            items.append({"type": "text", "text": part["text"]})
+        elif kind in MEDIA_TYPES:
+            value = part.get(kind)
+            extras = {k: v for k, v in part.items() if k not in ("type", kind) and v is not None}
+            item = media.take(kind, turn) if value is None else media.item(kind, value, turn)
+            if item is not None:
+                items.append({**item, **extras})
+        else:
+            media.mismatches.append(Mismatch("unknown_part", f"{turn} has the content part {show(part)}"))
+    return items
