@@ -1,4 +1,4 @@
-"""Shards: any source of records becomes verified, indexed WebDataset tars; tars made elsewhere become usable as they are.
+"""Shards: records become verified, indexed WebDataset tars; tars made elsewhere become usable as they are.
 
 Enters: records, or tars. Leaves: `shard-*.tar`, an index for each, the ledger and `dataset.json`; and, for training,
 `load_manifest` and `read_index`. Must not be known here: plans, collation, how a model consumes a sample.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlm_stream.errors import BadBudgetError, ConfigError, DatasetError
+from vlm_stream.errors import BadBudgetError, ConfigError, NotFoundError
 from vlm_stream.shards.counting import open_counter
 from vlm_stream.shards.engines import open_engine
 from vlm_stream.shards.job import (
@@ -30,7 +30,7 @@ from vlm_stream.shards.job import (
     remove_job,
     save_job,
 )
-from vlm_stream.shards.layout import JOB_FOLDER, LEDGER
+from vlm_stream.shards.layout import JOB_FOLDER, LEDGER, MANIFEST
 from vlm_stream.shards.manifest import Manifest, Totals, load_manifest, save_manifest
 from vlm_stream.shards.options import ShardOptions
 from vlm_stream.shards.order import cut_by_bytes, cut_by_count, record_order
@@ -152,11 +152,8 @@ def _prepare_target(store: Store, options: ShardOptions, parameters: dict[str, A
     if options.overwrite:
         clear_target(store)
         return None
-    try:
-        manifest: Manifest | None = load_manifest(store)
-    except DatasetError:
-        manifest = None
-    if manifest is not None:
+    if _exists(store, MANIFEST):
+        manifest = load_manifest(store)
         if options.resume and manifest.job == Job(parameters=parameters, borders=np.zeros(1, np.int64)).fingerprint:
             return manifest
         raise ConfigError(
@@ -176,6 +173,14 @@ def _prepare_target(store: Store, options: ShardOptions, parameters: dict[str, A
     return None
 
 
+def _exists(store: Store, path: str) -> bool:
+    try:
+        store.head(path)
+    except NotFoundError:
+        return False
+    return True
+
+
 def _cut(
     source: RecordSource, order: np.ndarray[Any, np.dtype[np.int64]], options: ShardOptions, engine: Engine
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -193,9 +198,7 @@ def _missing_tasks(
             yield ShardTask(number, order[job.borders[number] : job.borders[number + 1]])
 
 
-def _finish(
-    store: Store, job: Job, parts: dict[int, ShardPart], manifest: Manifest, options: ShardOptions
-) -> Manifest:
+def _finish(store: Store, job: Job, parts: dict[int, ShardPart], manifest: Manifest, options: ShardOptions) -> Manifest:
     """Write ledger and manifest, and forget the job."""
     ordered = [parts[number] for number in range(job.num_shards)]
     dropped: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 """Fields: how the files of one sample become a conversation, for our shards and for tars made elsewhere.
 
-Enters: a `FieldMap` from the manifest and the sample's small files (JSON, text) with the names of all of them. Leaves: a
-conversation whose media items name members, or `BadSampleError`. No tar and no store is known here.
+Enters: a `FieldMap` from the manifest and the sample's small files (JSON, text) with the names of all of them. Leaves:
+a conversation whose media items name members, or `BadSampleError`. No tar and no store is known here.
 
 Layouts:
 
@@ -160,7 +160,9 @@ def _from_native(data: dict[str, Any]) -> Conversation:
 
 
 def _from_sharegpt(fields: FieldMap, data: dict[str, Any]) -> Conversation:
-    from vlm_stream.sources.sharegpt import ShareGptForm, apply_policy, map_sharegpt
+    from vlm_stream.sources.form import ShareGptForm
+    from vlm_stream.sources.mismatch import apply_policy
+    from vlm_stream.sources.sharegpt import map_sharegpt
 
     conversation, mismatches = map_sharegpt(data, ShareGptForm.from_dicts(fields.columns, fields.tags))
     apply_policy(conversation, mismatches, "drop")
@@ -171,7 +173,7 @@ def _from_caption(fields: FieldMap, names: Sequence[str], texts: Mapping[str, by
     member, _, column = fields.caption.partition(":")
     if member not in texts:
         raise BadSampleError("convert", "no_caption", f"the sample has no .{member} (it has: {', '.join(names)}).")
-    caption = texts[member].decode("utf-8", "replace")
+    caption: Any = texts[member].decode("utf-8", "replace")
     if column:
         data = _parse_json(texts[member])
         caption = data.get(column) if isinstance(data, dict) else None
@@ -212,6 +214,6 @@ def _place_media(conversation: Conversation, names: Sequence[str]) -> None:
             raise BadSampleError(
                 "convert",
                 "missing_member",
-                f"{medium} number {position + 1} ({where!r}) is not in the tar, which has {len(candidates)} of that kind.",
+                f"{medium} number {position + 1} ({where!r}) is not in the tar, which has {len(candidates)} of them.",
             )
         item[medium] = candidates[position]

@@ -1,7 +1,7 @@
 """The index of a shard: rows to Parquet bytes, and back to numpy columns.
 
-Enters: `SampleRow`s, or a store and a manifest's entry. Leaves: bytes, or a `ShardIndex`: the columns that token counting
-and planning need, and the byte range of every sample. No tar is opened here.
+Enters: `SampleRow`s, or a store and a manifest's entry. Leaves: bytes, or a `ShardIndex`: the columns that token
+counting and planning need, and the byte range of every sample. No tar is opened here.
 
 Compression is zstd and only member names are dictionary-encoded: for 1,000 samples that is 28 KB and 0.9 ms to read,
 against 100 KB and 0.4 ms without compression; a run reads hundreds of these, often from an object store.
@@ -230,7 +230,7 @@ def read_index(store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex
         data = bytes(store.get(name))
     except NotFoundError as error:
         raise DatasetError(
-            f"{where} is missing, so {shard.name} cannot be read. Copy it here, or write it again with: vlm-stream index"
+            f"{where} is missing, so {shard.name} cannot be read. Copy it here, or write it with: vlm-stream index"
         ) from error
     if hashlib.sha256(data).hexdigest() != shard.index_sha256:
         raise DatasetError(
@@ -240,6 +240,4 @@ def read_index(store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex
     index = decode_index(data, where=where)
     if len(index) != shard.totals.samples:
         raise DatasetError(f"{where} has {len(index)} samples, the manifest says {shard.totals.samples}.")
-    return replace(
-        index, root=tars or store.root, path=shard.name, shard_size=shard.totals.bytes, etag=shard.etag
-    )
+    return replace(index, root=tars or store.root, path=shard.name, shard_size=shard.totals.bytes, etag=shard.etag)

@@ -74,12 +74,16 @@ def _probe_digest(source: RecordSource) -> str:
     """Return a digest of some records, spread evenly: cheap, and another input hardly ever has the same."""
     digest = hashlib.sha256()
     for number in np.linspace(0, max(len(source) - 1, 0), min(len(source), _NUM_PROBES)).astype(int).tolist():
-        try:
-            record = source.read(number)
-            digest.update(repr((record.source, record.id, record.conversation)).encode("utf-8", "replace"))
-        except BadSampleError as error:
-            digest.update(error.reason.encode())
+        digest.update(_record_text(source, number).encode("utf-8", "replace"))
     return digest.hexdigest()
+
+
+def _record_text(source: RecordSource, number: int) -> str:
+    try:
+        record = source.read(number)
+    except BadSampleError as error:
+        return error.reason
+    return repr((record.source, record.id, record.conversation))
 
 
 def load_job(store: Store) -> Job | None:

@@ -3,10 +3,10 @@
 Enters: how many records there are, a seed, limits, and with a byte limit the sizes of all samples. Leaves: the order of
 the records (8 bytes each) and the borders of the shards.
 
-With a limit of samples alone a border is a multiplication. A limit of bytes needs sizes, and a shard must stay a function
-of its own records, so sizes come from a pass over all records before anything is written (JSON read, media only asked for
-their size); the borders are then kept with the job. A record that proves bad later leaves its shard smaller and no border
-moves.
+With a limit of samples alone a border is a multiplication. A limit of bytes needs sizes, and a shard must stay a
+function of its own records, so sizes come from a pass over all records before anything is written (JSON read, media
+only asked for their size); the borders are then kept with the job. A record that proves bad later leaves its shard
+smaller and no border moves.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ def cut_by_count(num_records: int, samples_per_shard: int) -> npt.NDArray[np.int
     return np.append(begins, num_records).astype(np.int64)
 
 
-def cut_by_bytes(
-    sizes: npt.NDArray[np.int64], samples_per_shard: int, max_shard_bytes: int
-) -> npt.NDArray[np.int64]:
+def cut_by_bytes(sizes: npt.NDArray[np.int64], samples_per_shard: int, max_shard_bytes: int) -> npt.NDArray[np.int64]:
     """Return the borders under both limits; a sample beyond the limit is alone in its shard.
 
     Args:

@@ -1,8 +1,8 @@
 """One record becomes one sample: its members, and the sizes of its media.
 
-Enters: a record and a reader of media. Leaves: `(name, bytes)` members, JSON first, and what the index needs to know; or
-`BadSampleError`. Media bytes are never changed and never decoded: only their headers are looked at. Tars and offsets are
-not known here.
+Enters: a record and a reader of media. Leaves: `(name, bytes)` members, JSON first, and what the index needs to know;
+or `BadSampleError`. Media bytes are never changed and never decoded: only their headers are looked at. Tars and
+offsets are not known here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The unit of work of a conversion: one shard, from its records to its objects in the store.
 
-Enters: `ShardTask` (a number and record numbers) and the job's `ShardContext`. Leaves: tar, index and a note that both are
-whole, in the store, in this order; and the same note as a value. A pure function of its records: no clock, no host, no
-worker number. It runs in any process of any engine.
+Enters: `ShardTask` (a number and record numbers) and the job's `ShardContext`. Leaves: tar, index and a note that both
+are whole, in the store, in this order; and the same note as a value. A pure function of its records: no clock, no
+host, no worker number. It runs in any process of any engine.
 """
 
 from __future__ import annotations
@@ -126,19 +126,19 @@ def _add_record(
     bad: list[BadSample],
 ) -> None:
     """Append one record to the shard, or note why not."""
-    place = {"source": _source_name(source, number), "sample": sample_key(number)}
+    name, own_id = _source_name(source, number), sample_key(number)
     try:
         record = source.read(number)
-        place = {"source": record.source, "sample": record.id}
+        name, own_id = record.source, record.id
         sample = build_sample(record, reader)
         sizes = MediaSizes(images=sample.images, videos=sample.videos, audios=sample.audios)
         tokens = counter.count(sample.conversation, sizes, record.extras.get("_text_tokens"))
     except BadSampleError as error:
-        bad.append(BadSample(**place, stage=error.stage, reason=error.reason, detail=str(error)))
+        bad.append(BadSample(source=name, sample=own_id, stage=error.stage, reason=error.reason, detail=str(error)))
         return
     for note in record.extras.get("_mismatches", ()):
         reason, _, detail = str(note).partition(": ")
-        bad.append(BadSample(**place, stage="kept", reason=reason, detail=detail))
+        bad.append(BadSample(source=name, sample=own_id, stage="kept", reason=reason, detail=detail))
     writer.add(sample_key(number), sample, tokens)
 
 

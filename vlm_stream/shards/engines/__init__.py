@@ -1,7 +1,7 @@
 """Engines: run one function over many tasks, somewhere else.
 
-Enters: a picklable function of one task, and tasks. Leaves: their results, in whatever order they finish. An engine knows
-nothing of shards; a worker that dies costs the tasks it had in hand, which are run again.
+Enters: a picklable function of one task, and tasks. Leaves: their results, in whatever order they finish. An engine
+knows nothing of shards; a worker that dies costs the tasks it had in hand, which are run again.
 
 Files: `local.py` (this machine's processes), `ray_engine.py` (a Ray cluster).
 """

@@ -1,7 +1,7 @@
 """The local engine: this process, or several of this machine.
 
-Processes are spawned, not forked: the parent may hold threads of storage clients and of tokenizers. The function goes to
-each process once, tasks one by one, so a function may carry a whole catalog of records.
+Processes are spawned, not forked: the parent may hold threads of storage clients and of tokenizers. The function goes
+to each process once, tasks one by one, so a function may carry a whole catalog of records.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LocalEngine:
 
 
 def _install(function: Callable[[Any], Any]) -> None:
-    global _function  # noqa: PLW0603 (the one place where a worker process keeps its function)
+    global _function
     _function = function
 
 

@@ -1,7 +1,8 @@
 """The Ray engine: the tasks of a conversion on a cluster. Needs the extra `ray`.
 
 Every node must be able to import this package and to reach input and target by the same paths or URLs. A task whose
-worker or node dies is run again by Ray itself; a task leaves either a whole shard or nothing, so running it twice is safe.
+worker or node dies is run again by Ray itself; a task leaves either a whole shard or nothing, so running it twice is
+safe.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class RayEngine:
             raise (cause if isinstance(cause, VlmStreamError) else error) from error
         except ray.exceptions.RayError as error:
             raise VlmStreamError(
-                f"a task was lost {_MAX_RETRIES + 1} times on the Ray cluster ({type(error).__name__}); what is finished "
-                f"is kept. Look at the cluster's workers, and go on with --resume."
+                f"a task was lost {_MAX_RETRIES + 1} times on the Ray cluster ({type(error).__name__}); what is "
+                f"finished is kept. Look at the cluster's workers, and go on with --resume."
             ) from error
 
 
