@@ -1,0 +1,29 @@
+"""Shards: records become verified, indexed WebDataset tars; tars made elsewhere become usable as they are.
+
+Enters: records, or tars. Leaves: `shard-*.tar`, an index for each, the ledger and `dataset.json`; and, for training,
+`load_manifest` and `read_index`. Must not be known here: plans, collation, how a model consumes a sample.
+
+In the order in which the data meets the files: `options`, `order` and `sizing` (which record goes where), `job` (what a
+restart must know), `engines/`, `shard_task` (one shard), `media_bytes`, `sample`, `counting`, `tar`, `writer`, `rows`,
+`schema`, `index`, `manifest`, `layout`, `convert` (the whole); `fields`, `foreign` (tars made elsewhere); `verify`,
+`recount`, `stats`.
+"""
+
+from __future__ import annotations
+
+from vlm_stream.shards.convert import ShardReport, make_shards
+from vlm_stream.shards.index import ShardIndex, read_index
+from vlm_stream.shards.manifest import Manifest, ShardEntry, Totals, load_manifest
+from vlm_stream.shards.options import ShardOptions
+
+__all__ = [
+    "Manifest",
+    "ShardEntry",
+    "ShardIndex",
+    "ShardOptions",
+    "ShardReport",
+    "Totals",
+    "load_manifest",
+    "make_shards",
+    "read_index",
+]

@@ -1,0 +1,219 @@
+"""Fields: how the files of one sample become a conversation, for our shards and for tars made elsewhere.
+
+Enters: a `FieldMap` from the manifest and the sample's small files (JSON, text) with the names of all of them. Leaves:
+a conversation whose media items name members, or `BadSampleError`. No tar and no store is known here.
+
+Layouts:
+
+* `native`: `json` holds `{"conversation": [...]}`, media items name members.
+* `sharegpt`: `json` holds messages with placeholders and lists of media. A listed medium that is named like a member is
+  that member; otherwise the n-th image placeholder is the n-th image member, and so on.
+* `caption`: `txt` (or a field of `json`) describes the sample's media: a prompt with all of them, and the caption.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.conversation import MEDIA_TYPES, iter_media
+from vlm_stream.errors import BadSampleError, ConfigError, nearest_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vlm_stream.conversation import Conversation, Item
+
+__all__ = ["LAYOUTS", "MEDIA_EXTENSIONS", "FieldMap", "guess_fields", "is_text_member", "medium_of", "to_conversation"]
+
+LAYOUTS: Final = ("native", "sharegpt", "caption")
+MEDIA_EXTENSIONS: Final = {
+    "image": frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif")),
+    "video": frozenset(("mp4", "webm", "mkv", "mov", "avi", "m4v", "mpg", "mpeg")),
+    "audio": frozenset(("wav", "flac", "ogg", "mp3", "m4a", "opus")),
+}
+_TEXT_EXTENSIONS: Final = frozenset(("json", "txt", "text", "caption"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldMap:
+    """How a sample's members become a conversation."""
+
+    layout: str = "native"
+    """`native`, `sharegpt` or `caption`."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """sharegpt: names of the messages and media fields inside `json`, where they differ from the usual ones."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """sharegpt: names of the role and content keys and of the roles."""
+    prompt: str = "Describe this image."
+    """caption: what the user asks."""
+    caption: str = "txt"
+    """caption: the member with the text, or `json:FIELD`."""
+
+    def __post_init__(self) -> None:
+        """Refuse a layout that does not exist."""
+        if self.layout not in LAYOUTS:
+            raise ConfigError(f"'{self.layout}' is no layout of samples; {nearest_name(self.layout, LAYOUTS)}")
+
+
+def medium_of(name: str) -> str | None:
+    """Return `image`, `video` or `audio` by the last extension of a member's name, or None."""
+    extension = name.rpartition(".")[2].lower()
+    return next((medium for medium in MEDIA_TYPES if extension in MEDIA_EXTENSIONS[medium]), None)
+
+
+def is_text_member(name: str) -> bool:
+    """Tell whether a member is needed to make the conversation (and is not a medium)."""
+    return name.rpartition(".")[2].lower() in _TEXT_EXTENSIONS
+
+
+def guess_fields(names: Sequence[str], texts: Mapping[str, bytes]) -> FieldMap:
+    """Return the layout that a tar's first sample shows.
+
+    Args:
+        names: Names of its members, without the key.
+        texts: Contents of its text members, by name.
+
+    Raises:
+        ConfigError: It shows none; the sentence says what there is and how to name the layout.
+    """
+    data = _parse_json(texts["json"]) if "json" in texts else None
+    if isinstance(data, dict):
+        if isinstance(data.get("conversation"), list):
+            return FieldMap()
+        column = next((name for name in ("messages", "conversations", "texts") if isinstance(data.get(name), list)), "")
+        if column:
+            return FieldMap(layout="sharegpt", columns=_guess_columns(data, column), tags=_guess_tags(data[column]))
+    media = [name for name in names if medium_of(name)]
+    text = next((name for name in ("txt", "text", "caption") if name in texts), "")
+    if media and text:
+        return FieldMap(layout="caption", caption=text)
+    captions = [name for name in ("caption", "text") if isinstance(data, dict) and isinstance(data.get(name), str)]
+    if media and captions:
+        return FieldMap(layout="caption", caption=f"json:{captions[0]}")
+    keys = f" with the fields {', '.join(sorted(data))}" if isinstance(data, dict) else ""
+    raise ConfigError(
+        f"the first sample has the members {', '.join(names) or 'none'}{keys}: no known layout, so it cannot become a "
+        f"conversation. Name one with --layout ({', '.join(LAYOUTS)}) and --columns, --tags or --caption."
+    )
+
+
+def _guess_columns(data: dict[str, Any], messages: str) -> dict[str, str]:
+    columns = {} if messages == "messages" else {"messages": messages}
+    for medium in MEDIA_TYPES:
+        if f"{medium}s" not in data and medium in data:
+            columns[f"{medium}s"] = medium
+    return columns
+
+
+def _guess_tags(messages: list[Any]) -> dict[str, str]:
+    first = next((message for message in messages if isinstance(message, dict)), {})
+    if "from" not in first:
+        return {}
+    tags = {"role_tag": "from", "content_tag": "value"}
+    roles = {message.get("from") for message in messages if isinstance(message, dict)}
+    if "human" in roles:
+        tags["user_tag"] = "human"
+    if "gpt" in roles:
+        tags["assistant_tag"] = "gpt"
+    return tags
+
+
+def to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str, bytes]) -> Conversation:
+    """Return one sample's conversation, whose media items name members.
+
+    Args:
+        fields: The dataset's field map.
+        names: Names of all members of the sample, without the key, in tar order.
+        texts: Contents of its text members, by name.
+
+    Raises:
+        BadSampleError: The sample does not have what its layout promises.
+    """
+    if fields.layout == "caption":
+        conversation = _from_caption(fields, names, texts)
+    else:
+        if "json" not in texts:
+            raise BadSampleError("convert", "no_json", f"the sample has no .json member (it has: {', '.join(names)}).")
+        data = _parse_json(texts["json"])
+        if not isinstance(data, dict):
+            raise BadSampleError("convert", "bad_json", "the sample's .json is not a JSON object.")
+        conversation = _from_native(data) if fields.layout == "native" else _from_sharegpt(fields, data)
+    _place_media(conversation, names)
+    return conversation
+
+
+def _parse_json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+def _from_native(data: dict[str, Any]) -> Conversation:
+    conversation = data.get("conversation")
+    if not isinstance(conversation, list) or not all(isinstance(m, dict) and "content" in m for m in conversation):
+        raise BadSampleError("convert", "no_messages", "the sample's .json has no list of turns in 'conversation'.")
+    return conversation
+
+
+def _from_sharegpt(fields: FieldMap, data: dict[str, Any]) -> Conversation:
+    from vlm_stream.sources.form import ShareGptForm
+    from vlm_stream.sources.mismatch import apply_policy
+    from vlm_stream.sources.sharegpt import map_sharegpt
+
+    conversation, mismatches = map_sharegpt(data, ShareGptForm.from_dicts(fields.columns, fields.tags))
+    apply_policy(conversation, mismatches, "drop")
+    return conversation
+
+
+def _from_caption(fields: FieldMap, names: Sequence[str], texts: Mapping[str, bytes]) -> Conversation:
+    member, _, column = fields.caption.partition(":")
+    if member not in texts:
+        raise BadSampleError("convert", "no_caption", f"the sample has no .{member} (it has: {', '.join(names)}).")
+    caption: Any = texts[member].decode("utf-8", "replace")
+    if column:
+        data = _parse_json(texts[member])
+        caption = data.get(column) if isinstance(data, dict) else None
+        if not isinstance(caption, str):
+            raise BadSampleError("convert", "no_caption", f"the sample's .{member} has no text in '{column}'.")
+    media: list[Item] = [{"type": medium, medium: name} for name in names if (medium := medium_of(name))]
+    if not media:
+        raise BadSampleError("convert", "no_media", f"the sample has a caption and no medium ({', '.join(names)}).")
+    return [
+        {"role": "user", "content": [*media, {"type": "text", "text": fields.prompt}]},
+        {"role": "assistant", "content": [{"type": "text", "text": caption.strip()}]},
+    ]
+
+
+def _place_media(conversation: Conversation, names: Sequence[str]) -> None:
+    """Let every media item name a member: by its own name, else by its number among the media of its kind."""
+    present = set(names)
+    by_medium = {medium: [name for name in names if medium_of(name) == medium] for medium in MEDIA_TYPES}
+    number = dict.fromkeys(MEDIA_TYPES, 0)
+    for item in iter_media(conversation):
+        medium = item["type"]
+        where = item.get(medium)
+        if isinstance(where, list):
+            missing = [name for name in where if name not in present]
+            if missing:
+                raise BadSampleError("convert", "missing_member", f"the frame {missing[0]!r} is not in the tar.")
+            continue
+        candidates = by_medium[medium]
+        position = number[medium]
+        number[medium] += 1
+        if isinstance(where, str):
+            base = posixpath.basename(where)
+            named = next((name for name in (where, base, base.partition(".")[2]) if name in present), None)
+            if named is not None and (named != base.partition(".")[2] or len(candidates) == 1):
+                item[medium] = named
+                continue
+        if position >= len(candidates):
+            raise BadSampleError(
+                "convert",
+                "missing_member",
+                f"{medium} number {position + 1} ({where!r}) is not in the tar, which has {len(candidates)} of them.",
+            )
+        item[medium] = candidates[position]

@@ -1,0 +1,243 @@
+"""The index of a shard: rows to Parquet bytes, and back to numpy columns.
+
+Enters: `SampleRow`s, or a store and a manifest's entry. Leaves: bytes, or a `ShardIndex`: the columns that token
+counting and planning need, and the byte range of every sample. No tar is opened here.
+
+Compression is zstd and only member names are dictionary-encoded: for 1,000 samples that is 28 KB and 0.9 ms to read,
+against 100 KB and 0.4 ms without compression; a run reads hundreds of these, often from an object store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vlm_stream.errors import DatasetError, NotFoundError
+from vlm_stream.shards.layout import index_name
+from vlm_stream.shards.manifest import ShardEntry, Totals
+from vlm_stream.shards.schema import index_schema
+from vlm_stream.storage.values import Member, Span
+from vlm_stream.tokens.columns import MediaColumns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
+
+    from vlm_stream.shards.rows import SampleRow
+    from vlm_stream.storage import Store
+
+__all__ = ["ShardIndex", "decode_index", "encode_index", "read_index", "recounted_index"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardIndex:
+    """The index of one shard with n samples."""
+
+    media: MediaColumns
+    keys: pa.StringArray
+    """[n]"""
+    offset: npt.NDArray[np.int64]
+    """[n] First byte of the sample in the shard."""
+    size: npt.NDArray[np.int64]
+    """[n] Length of its byte range."""
+    crc32c: npt.NDArray[np.uint32]
+    """[n] Checksum of that range."""
+    member_splits: npt.NDArray[np.int64]
+    """[n + 1]"""
+    member_names: pa.StringArray
+    """[members] Without the key."""
+    member_places: npt.NDArray[np.int64]
+    """[members, 2] First content byte in the shard, and content size."""
+    root: str = ""
+    """URL of the folder that the shard's path is relative to."""
+    path: str = ""
+    shard_size: int | None = None
+    etag: str | None = None
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.offset)
+
+    def key(self, row: int) -> str:
+        """Return one sample's key."""
+        return str(self.keys[row])
+
+    def members(self, row: int) -> tuple[Member, ...]:
+        """Return one sample's files, in tar order."""
+        begin, end = (int(split) for split in self.member_splits[row : row + 2])
+        names = self.member_names.slice(begin, end - begin).to_pylist()
+        places = self.member_places[begin:end].tolist()
+        return tuple(Member(name, offset, size) for name, (offset, size) in zip(names, places, strict=True))
+
+    def span(self, row: int) -> Span:
+        """Return where one sample's bytes lie."""
+        return Span(
+            root=self.root,
+            path=self.path,
+            offset=int(self.offset[row]),
+            size=int(self.size[row]),
+            crc32c=int(self.crc32c[row]),
+            members=self.members(row),
+            shard_size=self.shard_size,
+            etag=self.etag,
+        )
+
+    def totals(self, num_bytes: int) -> Totals:
+        """Add the samples up, for the manifest's entry of a tar of `num_bytes`."""
+        import numpy as np
+
+        media = self.media
+        per_sample = np.diff(media.image_splits) + np.diff(media.video_splits) + np.diff(media.audio_splits)  # [n]
+        rates = media.audio_sizes[:, 1]
+        heard = rates > 0
+        return Totals(
+            samples=len(self),
+            bytes=num_bytes,
+            text_tokens=int(media.text_tokens.sum()),
+            text_only=int((per_sample == 0).sum()),
+            images=len(media.image_sizes),
+            image_pixels=int(media.image_sizes.prod(axis=1).sum()),
+            videos=len(media.video_sizes),
+            video_frames=int(media.video_sizes[:, 0].sum()),
+            video_seconds=round(float(media.video_seconds.sum()), 6),
+            audios=len(rates),
+            audio_seconds=round(float((media.audio_sizes[heard, 0] / rates[heard]).sum()), 6),
+        )
+
+
+def encode_index(rows: Sequence[SampleRow]) -> bytes:
+    """Return the Parquet bytes of rows; the same rows give the same bytes."""
+    import pyarrow as pa
+
+    schema = index_schema()
+    columns = [pa.array([getattr(row, name) for row in rows], type=schema.field(name).type) for name in schema.names]
+    return _write(pa.table(columns, schema=schema))
+
+
+def _write(table: pa.Table) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = pa.BufferOutputStream()
+    names = ["members.list.element.name"]
+    pq.write_table(table, sink, compression="zstd", use_dictionary=names, write_statistics=False, store_schema=False)
+    return bytes(sink.getvalue())
+
+
+def recounted_index(data: bytes, text_tokens: Sequence[int]) -> bytes:
+    """Return an index with other text counts and all else as it was."""
+    import pyarrow as pa
+
+    table = _read(data, "index")
+    number = table.schema.get_field_index("text_tokens")
+    return _write(table.set_column(number, "text_tokens", pa.array(text_tokens, type=pa.int32())))
+
+
+def _read(data: bytes, where: str) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = index_schema()
+    try:
+        # One thread: an index is small, and hundreds are read side by side already.
+        table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+        return table.select(schema.names).cast(schema)
+    except (pa.ArrowException, KeyError, ValueError, OSError) as error:
+        raise DatasetError(
+            f"{where} is not an index of this format ({error}): it was damaged or made by something else. "
+            f"Write it again with: vlm-stream index"
+        ) from error
+
+
+def decode_index(data: bytes, *, where: str = "index") -> ShardIndex:
+    """Read the Parquet bytes of an index into columns."""
+    import numpy as np
+
+    table = _read(data, where)
+    columns = {name: _plain(table.column(name)) for name in table.schema.names}
+    image_splits, images = _ragged(columns["images"], ("height", "width"))
+    video_splits, videos = _ragged(columns["videos"], ("frames", "height", "width", "fps", "seconds", "picked"))
+    audio_splits, audios = _ragged(columns["audios"], ("samples", "rate"))
+    member_splits, members = _ragged(columns["members"], ("offset", "size"))
+    return ShardIndex(
+        media=MediaColumns(
+            text_tokens=_numbers(columns["text_tokens"], np.int64),
+            image_splits=image_splits,
+            image_sizes=_stack(images, ("height", "width")),
+            video_splits=video_splits,
+            video_sizes=_stack(videos, ("frames", "height", "width")),
+            video_fps=_numbers(videos["fps"], np.float64),
+            video_seconds=_numbers(videos["seconds"], np.float64),
+            video_picked=_numbers(videos["picked"], np.int64),
+            audio_splits=audio_splits,
+            audio_sizes=_stack(audios, ("samples", "rate")),
+        ),
+        keys=columns["key"],
+        offset=_numbers(columns["offset"], np.int64),
+        size=_numbers(columns["size"], np.int64),
+        crc32c=_numbers(columns["crc32c"], np.uint32),
+        member_splits=member_splits,
+        member_names=columns["members"].values.field("name"),
+        member_places=_stack(members, ("offset", "size")),
+    )
+
+
+def _plain(column: pa.ChunkedArray) -> pa.Array:
+    import pyarrow as pa
+
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):  # no rows: older pyarrow keeps it chunked
+        array = pa.concat_arrays(array.chunks) if array.chunks else pa.array([], type=column.type)
+    return array
+
+
+def _numbers(array: pa.Array, dtype: Any) -> npt.NDArray[Any]:
+    return array.to_numpy(zero_copy_only=False).astype(dtype)  # type: ignore[no-any-return]
+
+
+def _ragged(array: pa.ListArray, names: Sequence[str]) -> tuple[npt.NDArray[np.int64], dict[str, pa.Array]]:
+    import numpy as np
+
+    return _numbers(array.offsets, np.int64), {name: array.values.field(name) for name in names}
+
+
+def _stack(fields: dict[str, pa.Array], names: Sequence[str]) -> npt.NDArray[np.int64]:
+    import numpy as np
+
+    return np.stack([_numbers(fields[name], np.int64) for name in names], axis=1)
+
+
+def read_index(store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex:
+    """Read the index of one shard and check it against the manifest.
+
+    Args:
+        store: The dataset's store.
+        shard: The shard's entry in the manifest.
+        tars: `Manifest.tars`: the folder of the tars, where it is not the dataset's own.
+
+    Raises:
+        DatasetError: The index is missing, damaged, or not the one that the manifest describes.
+    """
+    from dataclasses import replace
+
+    name = index_name(shard.name)
+    where = f"{store.root}/{name}"
+    try:
+        data = bytes(store.get(name))
+    except NotFoundError as error:
+        raise DatasetError(
+            f"{where} is missing, so {shard.name} cannot be read. Copy it here, or write it with: vlm-stream index"
+        ) from error
+    if hashlib.sha256(data).hexdigest() != shard.index_sha256:
+        raise DatasetError(
+            f"{where} is not the index that the manifest describes: it was replaced, or a recount was interrupted. "
+            f"Run the recount again, or: vlm-stream index"
+        )
+    index = decode_index(data, where=where)
+    if len(index) != shard.totals.samples:
+        raise DatasetError(f"{where} has {len(index)} samples, the manifest says {shard.totals.samples}.")
+    return replace(index, root=tars or store.root, path=shard.name, shard_size=shard.totals.bytes, etag=shard.etag)

@@ -1,0 +1,172 @@
+"""The job: what an unfinished conversion remembers, so that a restart gives the same bytes.
+
+Enters: a source, options, a store. Leaves: the borders of the shards, agreed on once and kept in `.job/job.json`; which
+shards are whole already; a refusal when a restart is told something else than the first start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from vlm_stream.errors import BadSampleError, ConfigError, NotFoundError, StorageError
+from vlm_stream.shards.layout import JOB_FILE, JOB_FOLDER, LEDGER, MANIFEST, index_name, part_name, shard_name
+from vlm_stream.shards.manifest import FORMAT_VERSION
+from vlm_stream.shards.shard_task import ShardPart
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from vlm_stream.shards.manifest import TokenCounting
+    from vlm_stream.shards.options import ShardOptions
+    from vlm_stream.sources.record import RecordSource
+    from vlm_stream.storage import Store
+
+__all__ = ["Job", "clear_target", "find_parts", "job_parameters", "load_job", "remove_job", "save_job"]
+
+_NUM_PROBES: Final = 64
+_NUM_THREADS: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Job:
+    """One conversion: its parameters and the borders of its shards."""
+
+    parameters: dict[str, Any]
+    borders: npt.NDArray[np.int64]
+    """[shards + 1] Shard i holds the positions `borders[i]:borders[i + 1]` of the order."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Return what identifies input and options."""
+        return hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def num_shards(self) -> int:
+        """Return the number of shards."""
+        return len(self.borders) - 1
+
+
+def job_parameters(source: RecordSource, options: ShardOptions, tokens: TokenCounting) -> dict[str, Any]:
+    """Return everything that the bytes of the shards depend on, as JSON values."""
+    return {
+        "format": FORMAT_VERSION,
+        "records": len(source),
+        "input": _probe_digest(source),
+        "processor": tokens.processor_class,
+        "template": tokens.template_sha256,
+        "library": tokens.library,
+        "samples_per_shard": options.samples_per_shard,
+        "max_shard_bytes": options.max_shard_bytes,
+        "shuffle": options.shuffle,
+        "on_mismatch": options.on_mismatch,
+        "names": sorted(options.names) if options.names is not None else None,
+        "confine_media": options.confine_media,
+    }
+
+
+def _probe_digest(source: RecordSource) -> str:
+    """Return a digest of some records, spread evenly: cheap, and another input hardly ever has the same."""
+    digest = hashlib.sha256()
+    for number in np.linspace(0, max(len(source) - 1, 0), min(len(source), _NUM_PROBES)).astype(int).tolist():
+        digest.update(_record_text(source, number).encode("utf-8", "replace"))
+    return digest.hexdigest()
+
+
+def _record_text(source: RecordSource, number: int) -> str:
+    try:
+        record = source.read(number)
+    except BadSampleError as error:
+        return error.reason
+    return repr((record.source, record.id, record.conversation))
+
+
+def load_job(store: Store) -> Job | None:
+    """Return the unfinished job at the target, if there is one."""
+    try:
+        data = json.loads(store.get(JOB_FILE))
+    except NotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError(
+            f"{store.root}/{JOB_FILE} is damaged ({error}), so the unfinished conversion cannot be continued. "
+            f"Start again with --overwrite."
+        ) from error
+    return Job(parameters=data["parameters"], borders=np.array(data["borders"], dtype=np.int64))
+
+
+def save_job(store: Store, job: Job) -> None:
+    """Write the job down, before its first shard."""
+    data = {"parameters": job.parameters, "borders": job.borders.tolist()}
+    store.put(JOB_FILE, json.dumps(data).encode())
+
+
+def check_same(found: dict[str, Any], wanted: dict[str, Any], root: str) -> None:
+    """Refuse to continue a job with other parameters.
+
+    Raises:
+        ConfigError: They differ; the sentence says in what.
+    """
+    names = [name for name in wanted if found.get(name) != wanted[name]]
+    if names:
+        differences = ", ".join(f"{name} was {found.get(name)!r} and is {wanted[name]!r}" for name in names)
+        raise ConfigError(
+            f"{root} holds an unfinished conversion with other parameters ({differences}), and shards of both would "
+            f"be mixed. Continue with the same parameters, or start again with --overwrite."
+        )
+
+
+def find_parts(store: Store, job: Job) -> dict[int, ShardPart]:
+    """Return the shards that are whole: noted as finished, and tar and index are there with the right size."""
+    sizes = {info.path: info.size for info in store.list()}
+    numbers = [number for number in range(job.num_shards) if part_name(number) in sizes]
+
+    def read(number: int) -> ShardPart | None:
+        name = shard_name(number)
+        try:
+            part = ShardPart.from_json(store.get(part_name(number)))
+        except (StorageError, ValueError, KeyError, TypeError):
+            return None
+        whole = sizes.get(name) == part.entry.totals.bytes and sizes.get(index_name(name), 0) > 0
+        return part if whole else None
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        parts = list(pool.map(read, numbers))
+    return {part.number: part for part in parts if part is not None}
+
+
+def clear_target(store: Store) -> None:
+    """Remove the dataset at the target, manifest first: from then on it is not one. Other files stay."""
+    ours = [
+        info.path
+        for info in store.list()
+        if info.path in (MANIFEST, LEDGER)
+        or info.path.startswith(f"{JOB_FOLDER}/")
+        or (info.path.startswith("shard-") and info.path.endswith((".tar", ".index.parquet")))
+    ]
+    _delete(store, sorted(ours, key=lambda path: path != MANIFEST))
+
+
+def remove_job(store: Store) -> None:
+    """Forget the job: the manifest is written."""
+    paths = [info.path for info in store.list(f"{JOB_FOLDER}/")]
+    _delete(store, sorted(paths, key=lambda path: path == JOB_FILE))
+
+
+def _delete(store: Store, paths: list[str]) -> None:
+    for first in paths[:1]:
+        _delete_one(store, first)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        list(pool.map(lambda path: _delete_one(store, path), paths[1:]))
+
+
+def _delete_one(store: Store, path: str) -> None:
+    try:
+        store.delete(path)
+    except NotFoundError:
+        return  # another run has removed it

@@ -1,0 +1,71 @@
+"""Which record goes into which shard: pure arithmetic, fixed before the first byte is written.
+
+Enters: how many records there are, a seed, limits, and with a byte limit the sizes of all samples. Leaves: the order of
+the records (8 bytes each) and the borders of the shards.
+
+With a limit of samples alone a border is a multiplication. A limit of bytes needs sizes, and a shard must stay a
+function of its own records, so sizes come from a pass over all records before anything is written (JSON read, media
+only asked for their size); the borders are then kept with the job. A record that proves bad later leaves its shard
+smaller and no border moves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+__all__ = ["cut_by_bytes", "cut_by_count", "record_order"]
+
+
+def record_order(num_records: int, seed: int | None) -> npt.NDArray[np.int64]:
+    """Return the record numbers in the order of the shards: sorted by a hash of (seed, number).
+
+    A hash and a stable sort, because the permutations of random generators may change with their library's version.
+    """
+    if seed is None:
+        return np.arange(num_records, dtype=np.int64)
+    with np.errstate(over="ignore"):
+        hashes = _mix(np.arange(num_records, dtype=np.uint64) + _mix(np.array([seed], dtype=np.uint64)))
+    return np.argsort(hashes, kind="stable")
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Scatter 64-bit numbers (the finalizer of splitmix64)."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def cut_by_count(num_records: int, samples_per_shard: int) -> npt.NDArray[np.int64]:
+    """Return the borders: shard i holds the positions `borders[i]:borders[i + 1]` of the order.
+
+    >>> cut_by_count(5, 2).tolist()
+    [0, 2, 4, 5]
+    """
+    begins = np.arange(0, num_records, samples_per_shard, dtype=np.int64)
+    return np.append(begins, num_records).astype(np.int64)
+
+
+def cut_by_bytes(sizes: npt.NDArray[np.int64], samples_per_shard: int, max_shard_bytes: int) -> npt.NDArray[np.int64]:
+    """Return the borders under both limits; a sample beyond the limit is alone in its shard.
+
+    Args:
+        sizes: [positions] Most bytes that each sample takes in a tar, in the order of the shards.
+        samples_per_shard: Most samples in a shard.
+        max_shard_bytes: Most bytes in a shard.
+
+    >>> cut_by_bytes(np.array([4, 4, 9, 1, 1]), 2, 8).tolist()
+    [0, 2, 3, 5]
+    """
+    ends = np.cumsum(sizes)  # [positions]
+    borders = [0]
+    while (begin := borders[-1]) < len(sizes):
+        before = int(ends[begin - 1]) if begin else 0
+        fits = int(np.searchsorted(ends, before + max_shard_bytes, side="right"))
+        borders.append(max(begin + 1, min(fits, begin + samples_per_shard)))
+    return np.array(borders, dtype=np.int64)

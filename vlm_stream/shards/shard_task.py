@@ -1,0 +1,187 @@
+"""The unit of work of a conversion: one shard, from its records to its objects in the store.
+
+Enters: `ShardTask` (a number and record numbers) and the job's `ShardContext`. Leaves: tar, index and a note that both
+are whole, in the store, in this order; and the same note as a value. A pure function of its records: no clock, no
+host, no worker number. It runs in any process of any engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlm_stream.errors import BadSampleError
+from vlm_stream.ledger import BadSample
+from vlm_stream.shards.counting import MediaSizes, TextCounter, open_counter
+from vlm_stream.shards.index import decode_index, encode_index
+from vlm_stream.shards.layout import JOB_FOLDER, index_name, part_name, sample_key, shard_name
+from vlm_stream.shards.manifest import ShardEntry, Totals
+from vlm_stream.shards.media_bytes import MediaReader
+from vlm_stream.shards.sample import build_sample
+from vlm_stream.shards.writer import ShardWriter
+from vlm_stream.storage import open_store
+from vlm_stream.storage.url import scheme_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from vlm_stream.sources.record import RecordSource
+    from vlm_stream.storage import Store, StoreOptions
+
+__all__ = ["ShardContext", "ShardPart", "ShardTask", "is_local", "write_shard"]
+
+_LOG = logging.getLogger(__name__)
+_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardTask:
+    """One shard to be written."""
+
+    number: int
+    records: npt.NDArray[np.int64]
+    """Record numbers, in the order of the shard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardContext:
+    """What all tasks of a job share."""
+
+    source: RecordSource
+    out: str
+    processor: str | None = None
+    confine_media: bool = False
+    store: StoreOptions | None = None
+
+    def __call__(self, task: ShardTask) -> ShardPart:
+        """Write one shard."""
+        return write_shard(self, task)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPart:
+    """One finished shard: its manifest entry and what was bad in it."""
+
+    number: int
+    entry: ShardEntry
+    bad: tuple[BadSample, ...] = field(default=())
+
+    def to_json(self) -> str:
+        """Return the note that is kept beside the shard until the job ends."""
+        data = {"entry": asdict(self.entry), "number": self.number, "bad": [bad.to_json() for bad in self.bad]}
+        return json.dumps(data, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ShardPart:
+        """Read what `to_json` wrote."""
+        data: dict[str, Any] = json.loads(text)
+        entry = ShardEntry(**(data["entry"] | {"totals": Totals(**data["entry"]["totals"])}))
+        return cls(number=data["number"], entry=entry, bad=tuple(map(BadSample.from_json, data["bad"])))
+
+
+def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
+    """Write one shard and its index; return what the manifest has to know."""
+    store = open_store(context.out, context.store)
+    name = shard_name(task.number)
+    counter = open_counter(context.processor)
+    reader = MediaReader(confine=context.confine_media, options=context.store)
+    bad: list[BadSample] = []
+    with _staged(store, name) as path:
+        with path.open("wb", buffering=_BUFFER_BYTES) as file:
+            writer = ShardWriter(file)
+            for record in task.records.tolist():
+                _add_record(writer, context.source, record, reader, counter, bad)
+            digest = writer.finish()
+        _publish(store, name, path)
+    index = encode_index(writer.rows)
+    store.put(index_name(name), index)
+    entry = ShardEntry(
+        name=name,
+        totals=decode_index(index).totals(writer.num_bytes),
+        sha256=digest,
+        index_sha256=hashlib.sha256(index).hexdigest(),
+        etag=None if is_local(store) else store.head(name).etag,
+    )
+    part = ShardPart(number=task.number, entry=entry, bad=tuple(bad))
+    store.put(part_name(task.number), part.to_json().encode())
+    return part
+
+
+def _add_record(
+    writer: ShardWriter,
+    source: RecordSource,
+    number: int,
+    reader: MediaReader,
+    counter: TextCounter,
+    bad: list[BadSample],
+) -> None:
+    """Append one record to the shard, or note why not."""
+    name, own_id = _source_name(source, number), sample_key(number)
+    try:
+        record = source.read(number)
+        name, own_id = record.source, record.id
+        sample = build_sample(record, reader)
+        sizes = MediaSizes(images=sample.images, videos=sample.videos, audios=sample.audios)
+        tokens = counter.count(sample.conversation, sizes, record.extras.get("_text_tokens"))
+    except BadSampleError as error:
+        bad.append(BadSample(source=name, sample=own_id, stage=error.stage, reason=error.reason, detail=str(error)))
+        return
+    for note in record.extras.get("_mismatches", ()):
+        reason, _, detail = str(note).partition(": ")
+        bad.append(BadSample(source=name, sample=own_id, stage="kept", reason=reason, detail=detail))
+    writer.add(sample_key(number), sample, tokens)
+
+
+def _source_name(source: RecordSource, number: int) -> str:
+    """Return which entry of a meta file a record is of that cannot be read."""
+    counts: dict[str, int] = getattr(source, "counts", {})
+    for name, count in counts.items():
+        if number < count:
+            return name
+        number -= count
+    return source.name
+
+
+def is_local(store: Store) -> bool:
+    """Tell whether the store is a folder of this machine."""
+    return scheme_of(store.root) == "file"
+
+
+@contextlib.contextmanager
+def _staged(store: Store, name: str) -> Iterator[Path]:
+    """Give a path for the unfinished tar: beside its target where a rename can finish it, else in the temp folder."""
+    folder = None
+    if is_local(store):
+        folder = Path(store.root, JOB_FOLDER)
+        folder.mkdir(parents=True, exist_ok=True)
+    descriptor, path = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=folder)
+    os.close(descriptor)
+    try:
+        yield Path(path)
+    finally:
+        Path(path).unlink(missing_ok=True)
+
+
+def _publish(store: Store, name: str, path: Path) -> None:
+    """Let the finished tar appear under its name, whole."""
+    if not is_local(store):
+        store.put(name, path)
+        return
+    path.chmod(0o666 & ~_umask())
+    path.replace(Path(store.root, name))
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)  # it can only be read by setting it
+    os.umask(mask)
+    return mask
