@@ -64,7 +64,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         geometry = Geometry.from_processor(processor)
         options = self.options
         datasets = OpenDatasets(self.sources, geometry, store_options=options.store)
-        planner = Planner(datasets.specs, datasets.columns, options.plan(geometry.digest))
+        planner = Planner(datasets.specs, datasets, options.plan(geometry.digest))
         encoder = Encoder(
             processor, EncodeConfig(max_length=options.max_length, inject_fake_image=options.fake_image)
         )
@@ -94,12 +94,13 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         rank = self.world.rank
         number = 0
         for step in planner.steps(self.options.shape(self.world.size), self._state):
-            for micro in step.micros:
+            for micro in range(step.micro_begin, step.shape.micro_batches):
                 if number >= first and (number - first) % num_workers == 0:
                     yield MicroBatch(
                         step=step.index,
                         micro=micro,
                         units=step.units(rank, micro),
                         state=step.state_after(micro),
+                        dropped=step.dropped if micro == step.micro_begin else (),
                     )
                 number += 1

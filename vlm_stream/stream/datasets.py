@@ -7,7 +7,8 @@ plan, spans for the reader. Indexes are read when the plan first needs a shard a
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
 
 from vlm_stream.errors import DatasetError
 from vlm_stream.plan import Ref, SampleColumns, SourceSpec
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from vlm_stream.tokens import Geometry
 
 __all__ = ["OpenDatasets"]
+
+_INDEX_THREADS: Final = 16
 
 
 class OpenDatasets:
@@ -46,8 +49,8 @@ class OpenDatasets:
         self._indexes: OrderedDict[tuple[int, int], ShardIndex] = OrderedDict()
         self.specs = [self._spec(*pair) for pair in zip(self._sources, self.manifests, strict=True)]
 
-    def columns(self, source: int, shard: int) -> SampleColumns:
-        """Return what the plan must know of one shard's samples."""
+    def __call__(self, source: int, shard: int) -> SampleColumns:
+        """Return what the plan must know of one shard's samples (this makes it the plan's column reader)."""
         index = self._index(source, shard)
         counted = count_tokens(index.media, self._geometry)
         return SampleColumns(
@@ -58,6 +61,14 @@ class OpenDatasets:
             offset=index.offset,
             num_bytes=index.size,
         )
+
+    def prefetch(self, shards: Sequence[tuple[int, int]]) -> None:
+        """Read the indexes of shards that the plan is about to ask for, side by side."""
+        missing = [place for place in shards if place not in self._indexes]
+        if len(missing) > 1:
+            with ThreadPoolExecutor(min(_INDEX_THREADS, len(missing))) as pool:
+                for place, index in zip(missing, pool.map(self._read_index, missing), strict=True):
+                    self._keep(place, index)
 
     def span(self, ref: Ref) -> Span:
         """Return where the bytes of a sample lie."""
@@ -70,26 +81,32 @@ class OpenDatasets:
 
     def _index(self, source: int, shard: int) -> ShardIndex:
         place = (source, shard)
-        if place in self._indexes:
-            self._indexes.move_to_end(place)
-        else:
-            self._indexes[place] = read_index(self._stores[source], self.manifests[source].shards[shard])
-            if len(self._indexes) > self._max_indexes:
-                self._indexes.popitem(last=False)
+        if place not in self._indexes:
+            self._keep(place, self._read_index(place))
+        self._indexes.move_to_end(place)
         return self._indexes[place]
+
+    def _read_index(self, place: tuple[int, int]) -> ShardIndex:
+        source, shard = place
+        manifest = self.manifests[source]
+        return read_index(self._stores[source], manifest.shards[shard], tars=manifest.tars)
+
+    def _keep(self, place: tuple[int, int], index: ShardIndex) -> None:
+        self._indexes[place] = index
+        if len(self._indexes) > self._max_indexes:
+            self._indexes.popitem(last=False)
 
     @staticmethod
     def _spec(source: SourceOptions, manifest: Manifest) -> SourceSpec:
-        if not manifest.num_samples:
+        if not manifest.totals.samples:
             raise DatasetError(
                 f"the dataset at {source.url} has no samples, so there is nothing to stream; "
                 f"look at the ledger of its conversion, or leave the source out"
             )
         return SourceSpec(
             name=source.name,
-            samples_per_shard=tuple(shard.num_samples for shard in manifest.shards),
+            samples_per_shard=tuple(shard.totals.samples for shard in manifest.shards),
             digest=manifest.digest,
             weight=source.weight,
             sample_ratio=source.sample_ratio,
-            tokens_per_sample=manifest.mean_tokens(),
         )

@@ -84,9 +84,9 @@ class StreamOptions:
         if self.mode == "packed":
             mode = PackConfig(pack_size=self.pack_size or 0, packing_ratio=self.packing_ratio)
         elif self.mode == "grouped":
-            mode = GroupConfig(max_length=self.max_length)
+            mode = GroupConfig(max_tokens=self.max_length)
         else:
-            mode = PlainConfig(max_length=self.max_length)
+            mode = PlainConfig(max_tokens=self.max_length)
         return PlanConfig(
             seed=self.seed,
             window=self.window,

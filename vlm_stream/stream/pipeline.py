@@ -17,7 +17,7 @@ from vlm_stream.ledger import BadSample
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from vlm_stream.plan import Ref, Unit
+    from vlm_stream.plan import Dropped, Ref, Unit
     from vlm_stream.storage import Span, SpanReader
     from vlm_stream.stream.datasets import OpenDatasets
     from vlm_stream.stream.rows import RowBuilder
@@ -35,6 +35,8 @@ class MicroBatch:
     """Rows; None is a filler row."""
     state: dict[str, Any]
     """The cursor once every rank has consumed this micro-step."""
+    dropped: tuple[Dropped, ...] = ()
+    """Samples that the plan itself left out, named where they would have come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ def deliver(
 
 def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, waited: float) -> Delivery:
     begin = time.perf_counter()
-    bad: list[BadSample] = []
+    bad = [_ledger_entry(note.ref, _not_planned(note), datasets) for note in entry.plan.dropped]
     encoded_rows: list[list[tuple[Ref, dict[str, Any]]]] = []
     for unit in entry.plan.units:
         samples = []
@@ -117,9 +119,18 @@ def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, waited: f
         batch=batch,
         state=entry.plan.state,
         bad=tuple(bad),
-        num_samples=len(entry.read),
+        num_samples=len(entry.read) + len(entry.plan.dropped),
         num_tokens=sum(len(sample["input_ids"]) for row in encoded_rows for _, sample in row),
         seconds={"fetch": waited, "encode": encoded - begin, "collate": time.perf_counter() - encoded},
+    )
+
+
+def _not_planned(note: Dropped) -> BadSampleError:
+    return BadSampleError(
+        "fit",
+        note.reason,
+        f"it has {note.tokens} tokens, {note.vision_tokens} of them for images and videos: more than a row may hold, so "
+        f"it is left out. Raise pack_size or max_length to train on it",
     )
 
 
