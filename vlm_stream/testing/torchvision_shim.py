@@ -29,13 +29,16 @@ class _ShimFinder:
     """Runs once, just before torchvision is imported, and then steps aside."""
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        name: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002 - the import system passes it
+        target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
         if name != "torchvision":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torchvision")
-        if spec is not None and not _library_loads(spec):
+        if spec is not None and not _library_loads(spec) and not _is_declared():
             _declare_operators()
         return spec
 
@@ -54,16 +57,23 @@ def _library_loads(spec: ModuleSpec) -> bool:
     if not libraries:
         return False
     try:
-        torch.ops.load_library(str(libraries[0]))
+        torch.ops.load_library(str(libraries[0]))  # type: ignore[no-untyped-call]
     except OSError:
         return False
     return True
 
 
+def _is_declared() -> bool:
+    """Tell whether another copy of this shim, such as one that Python starts with, has been here before."""
+    import torch
+
+    return hasattr(torch.ops.torchvision, "nms")
+
+
 def _declare_operators() -> None:
     import torch
 
-    library = torch.library.Library("torchvision", "DEF")
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for operator in ("nms", "qnms"):
-        library.define(operator + _SIGNATURE)
+        library.define(operator + _SIGNATURE)  # type: ignore[no-untyped-call]
     _keep_alive.append(library)  # dropping the object would withdraw the operators

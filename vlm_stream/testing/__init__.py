@@ -1,0 +1,92 @@
+"""Real processors, tiny models and toy data without any download: for tests, the demo, and users' own offline tests.
+
+Enter a family name (as transformers names its folders) and a seed; leave real transformers objects and real media
+bytes. Nothing here is mocked and nothing reads the network. The rest of the package must not import this
+room.
+
+Files, in the order the data meets them:
+    toy_images.py, toy_video.py, toy_audio.py   seeded media as bytes
+    toy_dataset.py                              a folder of media and a meta file over them
+    tokenizer.py, chat_templates.py             a small BPE tokenizer; templates in the manner of the published ones
+    processors.py, vision_processors.py, audio_processors.py   `build_processor(family)`
+    models.py                                   `build_tiny_model(family, processor)`
+    torchvision_shim.py                         lets torchvision be imported beside a CPU build of torch
+
+Importing this room arranges for that shim (it acts only when torchvision is imported and would fail) and loads nothing
+else: names come in on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from vlm_stream.testing import torchvision_shim
+
+_HOMES = {
+    "FAMILIES": "processors",
+    "MODEL_FAMILIES": "models",
+    "build_processor": "processors",
+    "build_tiny_model": "models",
+    "make_16bit_png": "toy_images",
+    "make_cmyk_jpeg": "toy_images",
+    "make_grey_jpeg": "toy_images",
+    "make_jpeg": "toy_images",
+    "make_mp4": "toy_video",
+    "make_palette_gif": "toy_images",
+    "make_palette_png": "toy_images",
+    "make_png_with_alpha": "toy_images",
+    "make_rotated_jpeg": "toy_images",
+    "make_toy_dataset": "toy_dataset",
+    "make_toy_image": "toy_images",
+    "make_wav": "toy_audio",
+}
+
+__all__ = [
+    "FAMILIES",
+    "MODEL_FAMILIES",
+    "build_processor",
+    "build_tiny_model",
+    "make_16bit_png",
+    "make_cmyk_jpeg",
+    "make_grey_jpeg",
+    "make_jpeg",
+    "make_mp4",
+    "make_palette_gif",
+    "make_palette_png",
+    "make_png_with_alpha",
+    "make_rotated_jpeg",
+    "make_toy_dataset",
+    "make_toy_image",
+    "make_wav",
+]
+
+if TYPE_CHECKING:
+    from vlm_stream.testing.models import MODEL_FAMILIES, build_tiny_model
+    from vlm_stream.testing.processors import FAMILIES, build_processor
+    from vlm_stream.testing.toy_audio import make_wav
+    from vlm_stream.testing.toy_dataset import make_toy_dataset
+    from vlm_stream.testing.toy_images import (
+        make_16bit_png,
+        make_cmyk_jpeg,
+        make_grey_jpeg,
+        make_jpeg,
+        make_palette_gif,
+        make_palette_png,
+        make_png_with_alpha,
+        make_rotated_jpeg,
+        make_toy_image,
+    )
+    from vlm_stream.testing.toy_video import make_mp4
+
+torchvision_shim.install()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vlm_stream.testing' has no attribute {name!r}")
+    return getattr(import_module(f"vlm_stream.testing.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,140 @@
+"""`build_tiny_model(family, processor)`: real model classes from small configs, seeded, float32 on the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.errors import ConfigError, nearest_name
+from vlm_stream.testing.parts import transformers_class
+from vlm_stream.testing.processors import build_processor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["MODEL_FAMILIES", "build_tiny_model"]
+
+
+def _text_config(processor: Any, **more: Any) -> dict[str, Any]:
+    tokenizer = processor.tokenizer
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        **more,
+    }
+
+
+def _qwen_ids(processor: Any) -> dict[str, int]:
+    names = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    return {key: processor.tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
+
+
+def _rope(sections: list[int], theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "mrope_section": sections, "rope_theta": theta, **more}
+
+
+def _build_qwen2_vl(processor: Any) -> Any:
+    text = _text_config(processor, rope_parameters=_rope([2, 3, 3], 1e6))
+    vision = {
+        "depth": 2,
+        "embed_dim": 64,
+        "hidden_size": 64,
+        "mlp_ratio": 2,
+        "num_heads": 4,
+        "patch_size": processor.image_processor.patch_size,
+        "spatial_merge_size": processor.image_processor.merge_size,
+        "temporal_patch_size": processor.image_processor.temporal_patch_size,
+    }
+    config = transformers_class("Qwen2VLConfig")(text_config=text, vision_config=vision, **_qwen_ids(processor))
+    return transformers_class("Qwen2VLForConditionalGeneration")(config)
+
+
+def _build_qwen2_5_vl(processor: Any) -> Any:
+    text = _text_config(processor, rope_parameters=_rope([2, 3, 3], 1e6))
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "out_hidden_size": 64,
+        "patch_size": processor.image_processor.patch_size,
+        "spatial_merge_size": processor.image_processor.merge_size,
+        "temporal_patch_size": processor.image_processor.temporal_patch_size,
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
+    }
+    config = transformers_class("Qwen2_5_VLConfig")(text_config=text, vision_config=vision, **_qwen_ids(processor))
+    return transformers_class("Qwen2_5_VLForConditionalGeneration")(config)
+
+
+def _build_qwen3_vl(processor: Any) -> Any:
+    text = _text_config(processor, head_dim=16, rope_parameters=_rope([4, 2, 2], 5e6, mrope_interleaved=True))
+    vision = {
+        "depth": 3,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "out_hidden_size": 64,
+        "patch_size": processor.image_processor.patch_size,
+        "spatial_merge_size": processor.image_processor.merge_size,
+        "temporal_patch_size": processor.image_processor.temporal_patch_size,
+        "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    config = transformers_class("Qwen3VLConfig")(text_config=text, vision_config=vision, **_qwen_ids(processor))
+    return transformers_class("Qwen3VLForConditionalGeneration")(config)
+
+
+_BUILDERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "qwen2_5_vl": _build_qwen2_5_vl,
+    "qwen2_vl": _build_qwen2_vl,
+    "qwen3_vl": _build_qwen3_vl,
+}
+
+MODEL_FAMILIES: Final = tuple(sorted(_BUILDERS))
+"""Families that `build_tiny_model` knows."""
+
+
+def build_tiny_model(family: str, processor: Any = None, *, seed: int = 0) -> Any:
+    """Build a tiny model of a family that fits the processor's vocabulary and patches.
+
+    Args:
+        family: A name of `MODEL_FAMILIES`.
+        processor: A processor of the family; the one of `build_processor(family)` if none is given.
+        seed: Chooses the weights; torch's own generator is left as it was.
+
+    Returns:
+        A float32 model on the CPU, in training mode.
+
+    Raises:
+        ConfigError: For a family that is not in `MODEL_FAMILIES`.
+
+    Example:
+        >>> model = build_tiny_model("qwen2_5_vl")
+        >>> sum(p.numel() for p in model.parameters()) < 2_000_000
+        True
+    """
+    if family not in _BUILDERS:
+        raise ConfigError(
+            f"There is no tiny model of the family {family!r}, so none can be built: "
+            f"{nearest_name(family, MODEL_FAMILIES)}"
+        )
+    import torch
+
+    processor = build_processor(family) if processor is None else processor
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _BUILDERS[family](processor).float().train()

@@ -1,0 +1,92 @@
+"""A small byte-level BPE tokenizer, trained on the spot: enters a list of special tokens, leaves a real fast tokenizer.
+
+The text is cut as the Qwen and GPT-4 tokenizers cut it, so that the small vocabulary shows their habits: digits stand
+alone, a blank belongs to the word after it, and newlines that meet merge into one token. Training is deterministic: the
+same special tokens give the same ids on every machine.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.testing.parts import transformers_class
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["train_tokenizer"]
+
+VOCABULARY_SIZE: Final = 700
+
+_PIECES: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CORPUS: Final = (
+    "You are a helpful assistant.\nuser\nassistant\nsystem\nmodel\n\n",
+    "What is in this image? Describe the picture, please.\n",
+    "Hello world! The quick brown fox jumps over the lazy dog.\n\n",
+    "This video shows a street at night; it lasts 12.5 seconds.\n",
+    "Which colour has the second square? It is red, and the first one is blue.\n",
+    "<0.3 seconds> <1.5 seconds> 00:01 timestamp frame frames sampled from the video with\n\n",
+    "Transcribe the audio clip into text, then answer the question step by step.\n",
+    "1. The chart has three bars: 42, 17 and 3,650. 2. The table has two rows.\n",
+)
+
+
+@cache
+def _trained(special_tokens: tuple[str, ...], bos_token: str | None) -> str:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_PIECES), "isolated"), byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE + len(special_tokens),
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS * 8, trainer)
+    if bos_token is not None:
+        bos_id = tokenizer.token_to_id(bos_token)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos_token} $A", pair=f"{bos_token} $A {bos_token}:1 $B:1", special_tokens=[(bos_token, bos_id)]
+        )
+    return str(tokenizer.to_str())
+
+
+def train_tokenizer(
+    special_tokens: Sequence[str],
+    *,
+    eos: str,
+    pad: str,
+    bos: str | None = None,
+    add_bos: bool = False,
+    named_tokens: Mapping[str, str] | None = None,
+) -> Any:
+    """Train a tokenizer whose first ids are the special tokens, in their order.
+
+    Args:
+        special_tokens: Tokens that are never cut, also when a user types them.
+        eos: The one of them that ends a text.
+        pad: The one of them that fills up rows.
+        bos: The one of them that begins a text, if the family has one.
+        add_bos: Whether encoding puts `bos` in front by itself, as Gemma's tokenizers do.
+        named_tokens: Attributes that a processor reads from its tokenizer, such as `image_token`.
+
+    Returns:
+        A transformers fast tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    options: dict[str, Any] = {"eos_token": eos, "pad_token": pad}
+    if bos is not None:
+        options["bos_token"] = bos
+    if named_tokens:
+        options["extra_special_tokens"] = dict(named_tokens)
+    tokenizer = Tokenizer.from_str(_trained(tuple(special_tokens), bos if add_bos else None))
+    return transformers_class("PreTrainedTokenizerFast")(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **options
+    )
