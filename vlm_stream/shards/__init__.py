@@ -12,18 +12,22 @@ restart must know), `engines/`, `shard_task` (one shard), `media_bytes`, `sample
 from __future__ import annotations
 
 from vlm_stream.shards.convert import ShardReport, make_shards
+from vlm_stream.shards.fields import FieldMap, is_text_member, to_conversation
 from vlm_stream.shards.index import ShardIndex, read_index
 from vlm_stream.shards.manifest import Manifest, ShardEntry, Totals, load_manifest
 from vlm_stream.shards.options import ShardOptions
 
 __all__ = [
+    "FieldMap",
     "Manifest",
     "ShardEntry",
     "ShardIndex",
     "ShardOptions",
     "ShardReport",
     "Totals",
+    "is_text_member",
     "load_manifest",
     "make_shards",
     "read_index",
+    "to_conversation",
 ]

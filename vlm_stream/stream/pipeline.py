@@ -51,6 +51,9 @@ class Delivery:
     num_samples: int
     """Samples planned into it, bad ones included."""
     num_tokens: int
+    """Tokens of the samples in it."""
+    num_planned_tokens: int
+    """Tokens that the index promised."""
     seconds: dict[str, float]
     """Time spent waiting for bytes (`fetch`), in `encode` and in `collate`."""
 
@@ -101,7 +104,7 @@ def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, waited: f
             try:
                 if isinstance(content, BadSampleError):
                     raise content
-                samples.append((ref, rows.encode(content)))
+                samples.append((ref, rows.encode(content, datasets.manifests[ref.source].fields)))
             except BadSampleError as error:
                 bad.append(_ledger_entry(ref, error, datasets))
         encoded_rows.append(samples)
@@ -121,6 +124,7 @@ def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, waited: f
         bad=tuple(bad),
         num_samples=len(entry.read) + len(entry.plan.dropped),
         num_tokens=sum(len(sample["input_ids"]) for row in encoded_rows for _, sample in row),
+        num_planned_tokens=sum(unit.tokens for unit in entry.plan.units if unit is not None),
         seconds={"fetch": waited, "encode": encoded - begin, "collate": time.perf_counter() - encoded},
     )
 

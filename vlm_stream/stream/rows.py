@@ -6,17 +6,18 @@ conversation whose labels are all ignored, so every row has tokens and every ran
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vlm_stream.encode import IGNORE
 from vlm_stream.errors import BadSampleError
+from vlm_stream.shards import is_text_member, to_conversation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vlm_stream.encode import Encoder
+    from vlm_stream.shards import FieldMap
     from vlm_stream.stream.collators import Collator
 
 __all__ = ["RowBuilder"]
@@ -36,13 +37,10 @@ class RowBuilder:
         self._collator = collator
         self.with_refs = with_refs
 
-    def encode(self, members: Mapping[str, memoryview]) -> dict[str, Any]:
+    def encode(self, members: Mapping[str, memoryview], fields: FieldMap) -> dict[str, Any]:
         """Turn the members of one sample into tensors; raise `BadSampleError` when that cannot be done."""
-        try:
-            conversation = json.loads(bytes(members["json"]))["conversation"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadSampleError("decode", "bad_json", f"its json member holds no conversation: {error!r}") from error
-        return self._encoder.encode(conversation, members)
+        texts = {name: bytes(content) for name, content in members.items() if is_text_member(name)}
+        return self._encoder.encode(to_conversation(fields, list(members), texts), members)
 
     def collate(
         self, rows: Sequence[Sequence[dict[str, Any]]]
