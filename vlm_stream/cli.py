@@ -24,6 +24,10 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS: Final = {
     "make-shards": "turn sharegpt or meta JSON and its media into indexed WebDataset shards",
+    "index": "write indexes and a manifest for tars made elsewhere",
+    "verify": "check every checksum, range and count of a dataset against its tars",
+    "recount": "count text tokens again for another processor; tars stay untouched",
+    "stats": "print the token, size and media histograms of a dataset",
 }
 
 _EXIT_PROBLEM: Final = 1
@@ -48,7 +52,7 @@ def run_command(name: str, arguments: Sequence[str], *, prog: str) -> int:
     parser = argparse.ArgumentParser(
         prog=prog,
         description=command.__doc__,
-        epilog=f"examples:\n{command.EXAMPLES}",
+        epilog=command.EXAMPLES.replace("\n  ", "\n  vlm-stream "),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_arguments(parser)

@@ -13,21 +13,35 @@ from __future__ import annotations
 
 from vlm_stream.shards.convert import ShardReport, make_shards
 from vlm_stream.shards.fields import FieldMap, is_text_member, to_conversation
+from vlm_stream.shards.foreign import IndexOptions, index_tars
 from vlm_stream.shards.index import ShardIndex, read_index
 from vlm_stream.shards.manifest import Manifest, ShardEntry, Totals, load_manifest
 from vlm_stream.shards.options import ShardOptions
+from vlm_stream.shards.recount import RecountReport, recount
+from vlm_stream.shards.stats import DatasetStats, Histogram, dataset_stats
+from vlm_stream.shards.verify import Problem, VerifyReport, verify_dataset
 
 __all__ = [
+    "DatasetStats",
     "FieldMap",
+    "Histogram",
+    "IndexOptions",
     "Manifest",
+    "Problem",
+    "RecountReport",
     "ShardEntry",
     "ShardIndex",
     "ShardOptions",
     "ShardReport",
     "Totals",
+    "VerifyReport",
+    "dataset_stats",
+    "index_tars",
     "is_text_member",
     "load_manifest",
     "make_shards",
     "read_index",
+    "recount",
     "to_conversation",
+    "verify_dataset",
 ]

@@ -94,7 +94,7 @@ def make_shards(
         input: Path or URL of the data, or anything with `name`, `len()` and `read(i)`.
         out: Path or object-store URL of the dataset.
         options: What to do; or give its fields as keywords.
-        on_part: Called with every finished shard and the number of shards, for progress.
+        on_part: Called with every finished shard and the number of shards to be written, for progress.
         settings: Fields of `ShardOptions`, such as `workers=8`.
 
     Raises:
@@ -129,7 +129,7 @@ def make_shards(
     for part in engine.run(context, _missing_tasks(job, order, parts)):
         parts[part.number] = part
         if on_part is not None:
-            on_part(part, job.num_shards)
+            on_part(part, job.num_shards - num_kept)
     manifest = _finish(store, job, parts, replace(Manifest(shards=()), tokens=counter.note), options)
     return _report(store.root, manifest, len(source), num_kept, begin)
 

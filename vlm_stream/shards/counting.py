@@ -7,7 +7,6 @@ for the manifest of how they came about. A processor is loaded once per process.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,18 +16,9 @@ from vlm_stream.shards.manifest import TokenCounting
 
 if TYPE_CHECKING:
     from vlm_stream.conversation import Conversation
-    from vlm_stream.shards.rows import AudioSize, ImageSize, VideoSize
+    from vlm_stream.shards.rows import MediaSizes
 
-__all__ = ["EstimatingCounter", "MediaSizes", "TextCounter", "open_counter"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MediaSizes:
-    """The sizes of one sample's media, in the order of the conversation."""
-
-    images: tuple[ImageSize, ...] = ()
-    videos: tuple[VideoSize, ...] = ()
-    audios: tuple[AudioSize, ...] = ()
+__all__ = ["EstimatingCounter", "TextCounter", "open_counter"]
 
 
 class TextCounter(Protocol):

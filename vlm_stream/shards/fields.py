@@ -204,12 +204,10 @@ def _place_media(conversation: Conversation, names: Sequence[str]) -> None:
         candidates = by_medium[medium]
         position = number[medium]
         number[medium] += 1
-        if isinstance(where, str):
-            base = posixpath.basename(where)
-            named = next((name for name in (where, base, base.partition(".")[2]) if name in present), None)
-            if named is not None and (named != base.partition(".")[2] or len(candidates) == 1):
-                item[medium] = named
-                continue
+        names_of_item = (where, posixpath.basename(where)) if isinstance(where, str) else ()
+        if named := next((name for name in names_of_item if name in present), None):
+            item[medium] = named
+            continue
         if position >= len(candidates):
             raise BadSampleError(
                 "convert",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vlm_stream.errors import DatasetError, NotFoundError
 from vlm_stream.shards.layout import index_name
 from vlm_stream.shards.manifest import ShardEntry, Totals
+from vlm_stream.shards.rows import AudioSize, ImageSize, MediaSizes, VideoSize
 from vlm_stream.shards.schema import index_schema
 from vlm_stream.storage.values import Member, Span
 from vlm_stream.tokens.columns import MediaColumns
@@ -73,6 +74,21 @@ class ShardIndex:
         places = self.member_places[begin:end].tolist()
         return tuple(Member(name, offset, size) for name, (offset, size) in zip(names, places, strict=True))
 
+    def sizes(self, row: int) -> MediaSizes:
+        """Return the sizes of one sample's media."""
+        media = self.media
+        image, video, audio = (
+            slice(*splits[row : row + 2].tolist())
+            for splits in (media.image_splits, media.video_splits, media.audio_splits)
+        )
+        columns = (media.video_fps, media.video_seconds, media.video_picked)
+        rest = zip(*(column[video].tolist() for column in columns), strict=True)
+        return MediaSizes(
+            images=tuple(ImageSize(*size) for size in media.image_sizes[image].tolist()),
+            videos=tuple(VideoSize(*a, *b) for a, b in zip(media.video_sizes[video].tolist(), rest, strict=True)),
+            audios=tuple(AudioSize(*size) for size in media.audio_sizes[audio].tolist()),
+        )
+
     def span(self, row: int) -> Span:
         """Return where one sample's bytes lie."""
         return Span(
@@ -114,8 +130,14 @@ def encode_index(rows: Sequence[SampleRow]) -> bytes:
     import pyarrow as pa
 
     schema = index_schema()
-    columns = [pa.array([getattr(row, name) for row in rows], type=schema.field(name).type) for name in schema.names]
-    return _write(pa.table(columns, schema=schema))
+    values = {name: [_value(row, name) for row in rows] for name in schema.names}
+    return _write(
+        pa.table([pa.array(values[name], type=schema.field(name).type) for name in schema.names], schema=schema)
+    )
+
+
+def _value(row: SampleRow, name: str) -> Any:
+    return getattr(row.sizes if name in ("images", "videos", "audios") else row, name)
 
 
 def _write(table: pa.Table) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["AudioSize", "ImageSize", "MemberPlace", "SampleRow", "VideoSize"]
+__all__ = ["AudioSize", "ImageSize", "MediaSizes", "MemberPlace", "SampleRow", "VideoSize"]
 
 
 class ImageSize(NamedTuple):
@@ -37,6 +37,15 @@ class AudioSize(NamedTuple):
     rate: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaSizes:
+    """The sizes of one sample's media: an entry for each media item, in the order of the conversation."""
+
+    images: tuple[ImageSize, ...] = ()
+    videos: tuple[VideoSize, ...] = ()
+    audios: tuple[AudioSize, ...] = ()
+
+
 class MemberPlace(NamedTuple):
     """One file of a sample: name without the key, first content byte in the shard, content bytes."""
 
@@ -54,7 +63,5 @@ class SampleRow:
     size: int
     crc32c: int
     text_tokens: int
-    images: tuple[ImageSize, ...] = ()
-    videos: tuple[VideoSize, ...] = ()
-    audios: tuple[AudioSize, ...] = ()
+    sizes: MediaSizes = MediaSizes()
     members: tuple[MemberPlace, ...] = ()

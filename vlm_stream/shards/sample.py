@@ -16,7 +16,7 @@ from vlm_stream.conversation import MEDIA_TYPES, iter_media
 from vlm_stream.errors import BadSampleError
 from vlm_stream.media import probe_audio, probe_image, probe_video
 from vlm_stream.shards.fields import MEDIA_EXTENSIONS
-from vlm_stream.shards.rows import AudioSize, ImageSize, VideoSize
+from vlm_stream.shards.rows import AudioSize, ImageSize, MediaSizes, VideoSize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,9 +53,7 @@ class Sample:
     """Name without the key, and content; `json` first."""
     conversation: Conversation
     """As in the JSON member."""
-    images: tuple[ImageSize, ...] = ()
-    videos: tuple[VideoSize, ...] = ()
-    audios: tuple[AudioSize, ...] = ()
+    sizes: MediaSizes
     """One entry for each item of the conversation, also where two items share a member."""
 
 
@@ -85,9 +83,7 @@ def build_sample(record: Record, reader: MediaReader) -> Sample:
     return Sample(
         members=(("json", _to_json(text)), *media.members.values()),
         conversation=conversation,
-        images=tuple(sizes["image"]),
-        videos=tuple(sizes["video"]),
-        audios=tuple(sizes["audio"]),
+        sizes=MediaSizes(images=tuple(sizes["image"]), videos=tuple(sizes["video"]), audios=tuple(sizes["audio"])),
     )
 
 

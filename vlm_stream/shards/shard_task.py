@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import BadSampleError
 from vlm_stream.ledger import BadSample
-from vlm_stream.shards.counting import MediaSizes, TextCounter, open_counter
+from vlm_stream.shards.counting import TextCounter, open_counter
 from vlm_stream.shards.index import decode_index, encode_index
 from vlm_stream.shards.layout import JOB_FOLDER, index_name, part_name, sample_key, shard_name
 from vlm_stream.shards.manifest import ShardEntry, Totals
@@ -131,8 +131,7 @@ def _add_record(
         record = source.read(number)
         name, own_id = record.source, record.id
         sample = build_sample(record, reader)
-        sizes = MediaSizes(images=sample.images, videos=sample.videos, audios=sample.audios)
-        tokens = counter.count(sample.conversation, sizes, record.extras.get("_text_tokens"))
+        tokens = counter.count(sample.conversation, sample.sizes, record.extras.get("_text_tokens"))
     except BadSampleError as error:
         bad.append(BadSample(source=name, sample=own_id, stage=error.stage, reason=error.reason, detail=str(error)))
         return

@@ -50,9 +50,7 @@ class ShardWriter:
                 size=position - begin,
                 crc32c=crc,
                 text_tokens=text_tokens,
-                images=sample.images,
-                videos=sample.videos,
-                audios=sample.audios,
+                sizes=sample.sizes,
                 members=tuple(places),
             )
         )

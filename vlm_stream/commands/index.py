@@ -1,0 +1,120 @@
+"""index: tars made elsewhere become a dataset, without being rewritten."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from vlm_stream.commands.common import (
+    add_output_arguments,
+    add_store_arguments,
+    add_workers_argument,
+    human_bytes,
+    parse_mapping,
+    print_json,
+    print_table,
+    store_options,
+)
+from vlm_stream.commands.progress import Progress
+
+if TYPE_CHECKING:
+    import argparse
+
+    from vlm_stream.shards import FieldMap
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME: Final = "index"
+HELP: Final = "write indexes and a manifest for tars made elsewhere (one pass; no tar is rewritten)"
+EXAMPLES: Final = """\
+examples:
+  index 's3://bucket/cc3m/{00000..00331}.tar'
+  index data/*.tar --layout caption --prompt "Describe this image."
+  index 'https://host/set/{000..015}.tar' --out indexes/
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("urls", nargs="+", metavar="URL", help="tars: paths, URLs, {000..127} patterns, folders")
+    parser.add_argument("--out", metavar="URL", help="where indexes and manifest go (default: beside the tars)")
+    parser.add_argument("--processor", metavar="NAME_OR_PATH", help="count text tokens exactly")
+    parser.add_argument("--overwrite", action="store_true", help="replace indexes and manifest that are there")
+    add_workers_argument(parser)
+    group = parser.add_argument_group("layout (default: as the first sample shows)")
+    group.add_argument("--layout", choices=("native", "sharegpt", "caption"))
+    group.add_argument("--columns", metavar="NAME=FIELD,...", help="sharegpt: fields of the .json")
+    group.add_argument("--tags", metavar="NAME=VALUE,...", help="sharegpt: role keys and roles")
+    group.add_argument("--caption", metavar="MEMBER", help="caption: txt, or json:FIELD")
+    group.add_argument("--prompt", help="caption: what the user asks")
+    add_store_arguments(parser)
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Index; print the summary. Exit code 1 when not one sample could be used."""
+    from vlm_stream.shards import IndexOptions, index_tars
+
+    options = IndexOptions(
+        out=args.out,
+        fields=_fields(args),
+        processor=args.processor,
+        workers=args.workers,
+        overwrite=args.overwrite,
+        store=store_options(args),
+    )
+    with Progress("index", enabled=not (args.json or args.quiet)) as progress:
+        manifest = index_tars(
+            args.urls,
+            options,
+            on_part=lambda part, num_tars: progress.step(
+                num_tars, samples=part.entry.totals.samples, num_bytes=part.entry.totals.bytes, bad=len(part.bad)
+            ),
+        )
+    totals = manifest.totals
+    if args.json:
+        from dataclasses import asdict
+
+        print_json(
+            {
+                "digest": manifest.digest,
+                "dropped": manifest.dropped,
+                "layout": manifest.fields.layout,
+                "num_shards": len(manifest.shards),
+                "totals": asdict(totals),
+            }
+        )
+    else:
+        rows = {
+            "tars": f"{len(manifest.shards):,}",
+            "layout": manifest.fields.layout,
+            "samples": f"{totals.samples:,}",
+            "images": f"{totals.images:,}",
+            "videos": f"{totals.videos:,}",
+            "audios": f"{totals.audios:,}",
+            f"text tokens ({manifest.tokens.kind})": f"{totals.text_tokens:,}",
+            "bytes": human_bytes(totals.bytes),
+            "left out": f"{sum(manifest.dropped.values()):,}",
+        }
+        print_table("index", rows | {f"  {reason}": f"{count:,}" for reason, count in manifest.dropped.items()})
+    return 0 if totals.samples else 1
+
+
+def _fields(args: argparse.Namespace) -> FieldMap | None:
+    """Return the field map that the arguments name, None to guess it."""
+    from vlm_stream.errors import ConfigError
+    from vlm_stream.shards import FieldMap
+
+    named = {
+        "columns": parse_mapping(args.columns),
+        "tags": parse_mapping(args.tags),
+        "caption": args.caption,
+        "prompt": args.prompt,
+    }
+    given = {name: value for name, value in named.items() if value}
+    if args.layout is None:
+        if given:
+            raise ConfigError(
+                f"--{min(given)} belongs to a layout, and none is named: add --layout sharegpt or --layout caption."
+            )
+        return None
+    return FieldMap(layout=args.layout, **given)

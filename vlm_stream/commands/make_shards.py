@@ -1,0 +1,138 @@
+"""make-shards: a meta file or a data file becomes a dataset of shards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from vlm_stream.commands.common import (
+    add_output_arguments,
+    add_store_arguments,
+    add_workers_argument,
+    human_bytes,
+    parse_bytes,
+    parse_mapping,
+    print_json,
+    print_table,
+    store_options,
+)
+from vlm_stream.commands.progress import Progress
+
+if TYPE_CHECKING:
+    import argparse
+
+    from vlm_stream.shards import ShardOptions, ShardReport
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME: Final = "make-shards"
+HELP: Final = "turn a meta file, a JSON array or JSON lines into indexed WebDataset shards"
+EXAMPLES: Final = """\
+examples:
+  make-shards meta.json out/
+  make-shards meta.json s3://bucket/data --processor Qwen/Qwen2.5-VL-7B-Instruct --shuffle 0 --workers 16
+  make-shards data.jsonl out/ --media-dir images/ --columns messages=conversations --tags role_tag=from,user_tag=human
+  make-shards meta.json out/ --resume
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("input", help="meta file, JSON array or JSON lines (.gz, .zst, URLs too)")
+    parser.add_argument("out", help="folder or object-store URL of the dataset")
+    parser.add_argument("--processor", metavar="NAME_OR_PATH", help="count text tokens exactly, with its chat template")
+    parser.add_argument("--samples-per-shard", type=int, default=1000, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--max-shard-bytes",
+        type=parse_bytes,
+        metavar="B",
+        help="limit of a tar, such as 1G; costs a pass over the input",
+    )
+    parser.add_argument("--shuffle", type=int, metavar="SEED", help="shuffle all records before cutting shards")
+    add_workers_argument(parser)
+    parser.add_argument("--engine", choices=("local", "ray"), default="local")
+    parser.add_argument(
+        "--ray-address", metavar="ADDRESS", help="a running Ray cluster; without it one is started here"
+    )
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="continue an unfinished conversion")
+    again.add_argument("--overwrite", action="store_true", help="remove the dataset at OUT first")
+    group = parser.add_argument_group("input")
+    group.add_argument("--names", metavar="A,B", help="only these entries of a meta file")
+    group.add_argument("--on-mismatch", choices=("drop", "keep", "raise"), default="drop")
+    group.add_argument("--columns", metavar="NAME=FIELD,...", help="columns of a bare data file")
+    group.add_argument("--tags", metavar="NAME=VALUE,...", help="role keys and roles of a bare data file")
+    group.add_argument("--media-dir", metavar="DIR", help="what media paths of a bare data file are relative to")
+    group.add_argument("--confine-media", action="store_true", help="refuse media outside of their media_dir")
+    group.add_argument("--bad-budget", type=float, metavar="RATE", help="fail when more than this share is bad")
+    add_store_arguments(parser)
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert; print the summary. Exit code 1 when not one sample could be used."""
+    from vlm_stream.shards import make_shards
+
+    with Progress("make-shards", enabled=not (args.json or args.quiet)) as progress:
+        report = make_shards(
+            args.input,
+            args.out,
+            options=_options(args),
+            on_part=lambda part, num_shards: progress.step(
+                num_shards,
+                samples=part.entry.totals.samples,
+                num_bytes=part.entry.totals.bytes,
+                bad=sum(bad.stage != "kept" for bad in part.bad),
+            ),
+        )
+    if args.json:
+        print_json(report.to_dict())
+    else:
+        print_table(f"{report.out}", summary(report))
+    return 0 if report.totals.samples or not report.num_records else 1
+
+
+def _options(args: argparse.Namespace) -> ShardOptions:
+    from vlm_stream.shards import ShardOptions
+
+    return ShardOptions(
+        processor=args.processor,
+        samples_per_shard=args.samples_per_shard,
+        max_shard_bytes=args.max_shard_bytes,
+        shuffle=args.shuffle,
+        on_mismatch=args.on_mismatch,
+        names=tuple(filter(None, args.names.split(","))) if args.names else None,
+        columns=parse_mapping(args.columns),
+        tags=parse_mapping(args.tags),
+        media_dir=args.media_dir,
+        confine_media=args.confine_media,
+        workers=args.workers,
+        engine=args.engine,
+        ray_address=args.ray_address,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        bad_budget=args.bad_budget,
+        store=store_options(args),
+    )
+
+
+def summary(report: ShardReport) -> dict[str, str]:
+    """Return the lines of the summary table."""
+    totals = report.totals
+    rows = {
+        "records": f"{report.num_records:,}",
+        "samples": f"{totals.samples:,}",
+        "images": f"{totals.images:,}",
+        "videos": f"{totals.videos:,}",
+        "audios": f"{totals.audios:,}",
+        "text only": f"{totals.text_only:,}",
+        f"text tokens ({report.tokens})": f"{totals.text_tokens:,}",
+        "shards": f"{report.num_shards:,}" + (f" ({report.num_kept} were there)" if report.num_kept else ""),
+        "bytes": human_bytes(totals.bytes),
+        "dropped": f"{report.num_dropped:,}",
+    }
+    rows |= {f"  {reason}": f"{count:,}" for reason, count in sorted(report.dropped.items(), key=lambda x: -x[1])}
+    if report.kept:
+        rows["kept in part"] = f"{sum(report.kept.values()):,}"
+        rows |= {f"  {reason} ": f"{count:,}" for reason, count in sorted(report.kept.items(), key=lambda x: -x[1])}
+    rows["seconds"] = f"{report.seconds:.1f}"
+    return rows

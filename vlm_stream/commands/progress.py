@@ -1,0 +1,89 @@
+"""Progress: a bar on a terminal, a plain line now and then in a log.
+
+Enters: what has been done so far. Leaves: text on standard error. Totals that are not known show as such.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.commands.common import human_bytes, open_console
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Progress"]
+
+_LINE_SECONDS: Final = 10.0
+
+
+class Progress:
+    """Counts samples, bytes and bad ones, and shows them; use it in a `with` block."""
+
+    def __init__(self, title: str, *, enabled: bool = True) -> None:
+        """Start at nothing; the total comes with the first step."""
+        self.title = title
+        self.enabled = enabled
+        self.num_samples = self.num_bytes = self.num_bad = self.num_done = 0
+        self.num_tasks = 0
+        self._begin = time.monotonic()
+        self._last_line = self._begin
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        """Show the bar, if there is a terminal."""
+        self._begin = self._last_line = time.monotonic()
+        if self.enabled and sys.stderr.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("shards  {task.fields[rates]}  ETA"),
+                TimeRemainingColumn(),
+                console=open_console(stderr=True),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self.title, total=None, rates="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the bar down, or write the last line."""
+        if self._bar is not None:
+            self._bar.stop()
+        elif self.enabled and self.num_done and kind is None:
+            self._write_line()
+
+    def step(self, num_tasks: int, *, samples: int = 0, num_bytes: int = 0, bad: int = 0) -> None:
+        """Count one finished task of `num_tasks`."""
+        self.num_tasks = num_tasks
+        self.num_done += 1
+        self.num_samples += samples
+        self.num_bytes += num_bytes
+        self.num_bad += bad
+        if self._bar is not None:
+            self._bar.update(self._task, total=self.num_tasks, completed=self.num_done, rates=self._rates())
+        elif self.enabled and time.monotonic() - self._last_line >= _LINE_SECONDS:
+            self._write_line()
+
+    def _rates(self) -> str:
+        seconds = max(time.monotonic() - self._begin, 1e-6)
+        rate = f"{self.num_samples / seconds:,.0f} samples/s  {human_bytes(self.num_bytes / seconds)}/s"
+        return f"{rate}  {self.num_bad} bad"
+
+    def _write_line(self) -> None:
+        self._last_line = time.monotonic()
+        seconds = self._last_line - self._begin
+        left = seconds / max(self.num_done, 1) * (self.num_tasks - self.num_done)
+        sys.stderr.write(
+            f"{self.title}: {self.num_done}/{self.num_tasks} shards, {self.num_samples} samples, {self._rates()}, "
+            f"ETA {left:.0f} s\n"
+        )
+        sys.stderr.flush()

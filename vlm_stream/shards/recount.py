@@ -1,0 +1,141 @@
+"""Text tokens counted again, for another processor. Indexes and manifest are rewritten; no tar is.
+
+Enters: a dataset's URL and a processor. Leaves: the dataset with other text counts. Only the JSON and text members are
+read, by range. The manifest is written last; after an interruption the recount is run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from vlm_stream.errors import BadSampleError
+from vlm_stream.ledger import BadSample
+from vlm_stream.shards.counting import open_counter
+from vlm_stream.shards.engines import LocalEngine
+from vlm_stream.shards.fields import is_text_member, to_conversation
+from vlm_stream.shards.index import decode_index, recounted_index
+from vlm_stream.shards.layout import index_name
+from vlm_stream.shards.manifest import load_manifest, save_manifest
+from vlm_stream.storage import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vlm_stream.shards.fields import FieldMap
+    from vlm_stream.shards.manifest import ShardEntry
+    from vlm_stream.storage import StoreOptions
+
+__all__ = ["RecountReport", "recount"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecountReport:
+    """What a recount changed."""
+
+    url: str
+    digest: str
+    processor: str
+    tokens_before: int
+    tokens_after: int
+    num_changed: int
+    """Samples with another count than before."""
+    refused: tuple[BadSample, ...] = ()
+    """Samples that the processor cannot count; they keep their old count."""
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recounter:
+    """Counts one shard again, in any process."""
+
+    root: str
+    tars: str
+    fields: FieldMap
+    processor: str | None
+    store: StoreOptions | None
+
+    def __call__(self, shard: ShardEntry) -> tuple[ShardEntry, int, list[BadSample]]:
+        """Rewrite the shard's index; return its new entry, how many counts changed, and what was refused."""
+        dataset = open_store(self.root, self.store)
+        tars = open_store(self.tars or self.root, self.store)
+        counter = open_counter(self.processor)
+        data = bytes(dataset.get(index_name(shard.name)))
+        index = decode_index(data, where=index_name(shard.name))
+        counts: list[int] = index.media.text_tokens.tolist()
+        before = list(counts)
+        refused = []
+        for row in range(len(index)):
+            members = index.members(row)
+            wanted = [member for member in members if is_text_member(member.name)]
+            found = tars.get_ranges(shard.name, [(member.offset, member.size) for member in wanted])
+            texts = {member.name: bytes(content) for member, content in zip(wanted, found, strict=True)}
+            try:
+                conversation = to_conversation(self.fields, [member.name for member in members], texts)
+                counts[row] = counter.count(conversation, index.sizes(row))
+            except BadSampleError as error:
+                refused.append(_refused(shard.name, index.key(row), int(index.offset[row]), error))
+        rewritten = recounted_index(data, counts)
+        dataset.put(index_name(shard.name), rewritten)
+        totals = replace(shard.totals, text_tokens=sum(counts))
+        entry = replace(shard, totals=totals, index_sha256=hashlib.sha256(rewritten).hexdigest())
+        return entry, sum(a != b for a, b in zip(before, counts, strict=True)), refused
+
+
+def _refused(shard: str, key: str, offset: int, error: BadSampleError) -> BadSample:
+    return BadSample(
+        source=shard, sample=key, stage=error.stage, reason=error.reason, detail=str(error), shard=shard, offset=offset
+    )
+
+
+def recount(
+    url: str,
+    processor: str | None,
+    *,
+    workers: int = 1,
+    store: StoreOptions | None = None,
+    on_shard: Callable[[ShardEntry, int], None] | None = None,
+) -> RecountReport:
+    """Count the text tokens of a dataset again.
+
+    Args:
+        url: The dataset's folder or URL.
+        processor: Name or path of a transformers processor; None goes back to estimates.
+        workers: Shards at a time.
+        store: How to reach object stores.
+        on_shard: Called with every recounted shard and the number of shards, for progress.
+    """
+    begin = time.perf_counter()
+    dataset = open_store(url, store)
+    manifest = load_manifest(dataset)
+    task = _Recounter(root=dataset.root, tars=manifest.tars, fields=manifest.fields, processor=processor, store=store)
+    entries: dict[str, ShardEntry] = {}
+    refused: dict[str, list[BadSample]] = {}
+    num_changed = 0
+    for entry, changed, bad in LocalEngine(workers).run(task, manifest.shards):
+        entries[entry.name], refused[entry.name] = entry, bad
+        num_changed += changed
+        if on_shard is not None:
+            on_shard(entry, len(manifest.shards))
+    counted = replace(
+        manifest,
+        shards=tuple(entries[shard.name] for shard in manifest.shards),
+        tokens=open_counter(processor).note,
+    )
+    save_manifest(dataset, counted)
+    return RecountReport(
+        url=dataset.root,
+        digest=counted.digest,
+        processor=processor or "",
+        tokens_before=manifest.totals.text_tokens,
+        tokens_after=counted.totals.text_tokens,
+        num_changed=num_changed,
+        refused=tuple(bad for shard in manifest.shards for bad in refused[shard.name]),
+        seconds=round(time.perf_counter() - begin, 3),
+    )

@@ -1,0 +1,85 @@
+"""URLs of tars as people write them -> the folder that holds them all, and their names in it.
+
+Enters: patterns. Leaves: one root and relative names, in the order given. Only folders and local globs are looked up.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from glob import glob, has_magic
+from typing import TYPE_CHECKING
+
+from vlm_stream.errors import ConfigError
+from vlm_stream.storage import join_url, open_store
+from vlm_stream.storage.url import local_path, scheme_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vlm_stream.storage import StoreOptions
+
+__all__ = ["expand_urls"]
+
+_TAR = ".tar"
+
+
+def expand_urls(patterns: Sequence[str], options: StoreOptions | None = None) -> tuple[str, list[str]]:
+    """Return the common folder of all tars and each tar's path in it.
+
+    Args:
+        patterns: `s3://b/{000..127}.tar`, `data/*.tar`, a folder, or plain names.
+        options: How to reach object stores.
+
+    Raises:
+        ConfigError: A pattern names no tar, a compressed one, or one tar twice.
+    """
+    urls = [url for pattern in patterns for url in _expand(pattern, options)]
+    if not urls:
+        raise ConfigError("no tar was named, so there is nothing to index. Give paths, URLs or patterns.")
+    if len(set(urls)) < len(urls):
+        twice = next(url for url in urls if urls.count(url) > 1)
+        raise ConfigError(f"{twice} is named twice, so its samples would be counted twice. Name each tar once.")
+    for url in urls:
+        if not url.endswith(_TAR):
+            raise ConfigError(
+                f"{url} does not end in .tar; compressed tars cannot be read at an offset. Unpack it first."
+            )
+    root = _common_folder(urls)
+    return root, [url[len(root) :].lstrip("/") for url in urls]
+
+
+def _expand(pattern: str, options: StoreOptions | None) -> list[str]:
+    from braceexpand import braceexpand
+
+    try:
+        urls = list(braceexpand(pattern))
+    except ValueError as error:
+        raise ConfigError(f"{pattern} has a brace without its pair: write ranges as {{000..127}}.") from error
+    found = []
+    for url in urls:
+        local = scheme_of(url) == "file"
+        place = local_path(url) if local else url.rstrip("/")
+        if local and has_magic(place):
+            found.append(sorted(glob(place)))  # noqa: PTH207 (the pattern is absolute)
+        elif place.endswith((_TAR, ".gz", ".tgz", ".zst", ".bz2", ".xz")):
+            found.append([place])
+        else:
+            store = open_store(place, options)
+            found.append([join_url(store.root, info.path) for info in store.list() if info.path.endswith(_TAR)])
+        if not found[-1]:
+            raise ConfigError(f"{url} holds no .tar file, so there is nothing to index there.")
+    return [url for urls_of_one in found for url in urls_of_one]
+
+
+def _common_folder(urls: Sequence[str]) -> str:
+    schemes = {url.partition("://")[0] if "://" in url else "" for url in urls}
+    hosts = {url.split("://", 1)[1].split("/", 1)[0] if "://" in url else "" for url in urls}
+    if len(schemes) > 1 or len(hosts) > 1:
+        raise ConfigError(
+            "the tars lie in several stores, and a dataset has one folder above all of its tars. "
+            "Index each store by itself and mix the datasets."
+        )
+    scheme = schemes.pop()
+    prefix = f"{scheme}://" if scheme else ""
+    folders = [posixpath.dirname(url[len(prefix) :]) for url in urls]
+    return prefix + posixpath.commonpath(folders)
