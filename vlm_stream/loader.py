@@ -63,7 +63,7 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield batches from the current position to the end of the epoch (or for ever)."""
-        self.stream.load_state_dict(self._state)
+        self.stream.start_at(self._state)
         for delivery in self._deliveries():
             self._state = delivery.state
             self.ledger.saw(delivery.num_samples)

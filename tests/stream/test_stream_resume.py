@@ -59,6 +59,7 @@ def test_the_rest_after_any_batch_is_bit_equal(run, toy_shards, processor):
             assert following is None
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4")  # on machines with fewer cores
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_workers_change_nothing(run, toy_shards, processor, num_workers):
     options, batches, states = run

@@ -64,7 +64,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         geometry = Geometry.from_processor(processor)
         options = self.options
         datasets = OpenDatasets(self.sources, geometry, store_options=options.store)
-        planner = Planner(datasets.specs, datasets, options.plan(geometry.digest))
+        planner = Planner(datasets.specs, datasets, options.plan(geometry.digest()))
         encoder = Encoder(
             processor, EncodeConfig(max_length=options.max_length, inject_fake_image=options.fake_image)
         )
@@ -77,14 +77,21 @@ class VLMStream(IterableDataset[dict[str, Any]]):
                 yield delivery
         self._state = self._skip = None
 
+    def as_deliveries(self) -> IterableDataset[Delivery]:
+        """Return this stream as a dataset of deliveries, for loaders that keep the state themselves."""
+        return _Deliveries(self)
+
+    def start_at(self, cursor: dict[str, Any] | None) -> None:
+        """Begin the next iteration at a cursor (None: at the start), whatever workers there were before."""
+        self._state, self._skip = cursor, None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last batch that this worker yielded."""
         return {"cursor": copy.deepcopy(self._state), "skip": self._skip}
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there. `skip` is how many micro-batches belong to the other workers before this one's next."""
-        self._state = state["cursor"] if state else None
-        self._skip = state["skip"] if state else None
+        self._state, self._skip = state["cursor"], state["skip"]
 
     def _micro_batches(self, planner: Planner) -> Iterator[MicroBatch]:
         worker = get_worker_info()
@@ -104,3 +111,14 @@ class VLMStream(IterableDataset[dict[str, Any]]):
                         dropped=step.dropped if micro == step.micro_begin else (),
                     )
                 number += 1
+
+
+class _Deliveries(IterableDataset[Delivery]):
+    """A stream whose items are deliveries."""
+
+    def __init__(self, stream: VLMStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Delivery]:
+        return self._stream.deliveries()

@@ -22,6 +22,7 @@ class SourceOptions:
     """One dataset of a mixture."""
 
     name: str
+    """Identifies the source in states, refs and the ledger; with the seed it decides the order of its samples."""
     url: str
     """Where its `dataset.json` lies: a folder or an object-store URL."""
     weight: float = 1.0
@@ -41,7 +42,7 @@ class SourceOptions:
 
 
 def normalise_sources(sources: Sources) -> tuple[SourceOptions, ...]:
-    """Return the sources in the order given, each with a name of its own."""
+    """Return the sources in the order given, each with a name of its own (`data`, or `data-0`, `data-1` in a list)."""
     if isinstance(sources, str | PathLike):
         sources = [sources]
     if isinstance(sources, Mapping):
@@ -52,9 +53,8 @@ def normalise_sources(sources: Sources) -> tuple[SourceOptions, ...]:
             f"or a mapping of names to {{url, weight, sample_ratio}}"
         )
     urls = [fspath(url).rstrip("/") for url in sources]
-    names = [url.rsplit("/", 1)[-1] or url for url in urls]
-    if len(set(names)) < len(names):
-        names = [f"{name}-{number}" for number, name in enumerate(names)]
+    # Not the folders' names: the order of samples follows the source's name, and a dataset may move.
+    names = ["data"] if len(urls) == 1 else [f"data-{number}" for number in range(len(urls))]
     return tuple(SourceOptions(name=name, url=url) for name, url in zip(names, urls, strict=True)) or _refuse_empty()
 
 
