@@ -6,7 +6,9 @@ from vlm_stream.testing import build_processor, make_toy_dataset
 
 @pytest.fixture(scope="session")
 def processor():
-    return build_processor("qwen2_5_vl")
+    """A real Qwen2.5-VL processor whose size limits are small, so that tests are quick."""
+    limits = {"size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 36 * 28 * 28}}
+    return build_processor("qwen2_5_vl", image=limits, video=limits | {"cap_pixels_per_frame": False})
 
 
 @pytest.fixture(scope="session")
