@@ -1,65 +1,24 @@
-"""Shards of random bytes with the spans that index them: what the other tests of this room read."""
-
 from __future__ import annotations
-
-import random
-from dataclasses import dataclass
 
 import pytest
 
-from vlm_stream.storage import Member, Span, crc32c_of, open_store
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Spans in tar order, and the content that each of them must give back."""
-
-    root: str
-    spans: list[Span]
-    contents: list[dict[str, bytes]]
-
-    def order(self, seed: int = 0) -> list[tuple[int, Span]]:
-        """Return all samples in a random order, tagged by position."""
-        pairs = list(enumerate(self.spans))
-        random.Random(seed).shuffle(pairs)
-        return pairs
-
-    def assert_equal(self, tag: int, result: object) -> None:
-        """Fail unless the result is exactly the sample of that position."""
-        assert not isinstance(result, Exception), result
-        assert {name: bytes(view) for name, view in result.items()} == self.contents[tag]
-
-
-def write_shards(
-    url: str, *, num_shards: int = 3, num_samples: int = 20, size: int = 3000, seed: int = 0, options=None
-) -> Shards:
-    """Write shards whose samples are two members between filler bytes that stand for tar headers."""
-    rng = random.Random(seed)
-    store = open_store(url, options)
-    spans, contents = [], []
-    for shard in range(num_shards):
-        path = f"part/shard-{shard:06d}.tar"
-        blob = bytearray()
-        places = []
-        for _ in range(num_samples):
-            begin = len(blob)
-            members, content = [], {}
-            for name in ("json", "0.jpg"):
-                blob += rng.randbytes(64)
-                data = rng.randbytes(rng.randrange(size // 2, size))
-                members.append(Member(name, len(blob), len(data)))
-                content[name] = data
-                blob += data
-            places.append((begin, len(blob) - begin, tuple(members)))
-            contents.append(content)
-        blob += bytes(1024)
-        store.put(path, bytes(blob))
-        for begin, num_bytes, members in places:
-            crc = crc32c_of(bytes(blob[begin : begin + num_bytes]))
-            spans.append(Span(store.root, path, begin, num_bytes, crc, members, shard_size=len(blob)))
-    return Shards(store.root, spans, contents)
+from tests.storage.fault_proxy import FaultProxy
+from tests.storage.shard_data import write_shards
 
 
 @pytest.fixture
 def local_shards(tmp_path):
     return write_shards(str(tmp_path / "data"))
+
+
+@pytest.fixture
+def s3_shards(s3_server, request):
+    """Shards in a folder of their own on the S3 server."""
+    return write_shards(s3_server.url(request.node.name), options=s3_server.options)
+
+
+@pytest.fixture
+def proxy(s3_server):
+    """A proxy before the S3 server, without faults until a test sets some."""
+    with FaultProxy(s3_server.port) as running:
+        yield running

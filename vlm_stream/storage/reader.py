@@ -10,29 +10,29 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar, Union
 
 from vlm_stream.errors import BadSampleError
 from vlm_stream.storage.coalesce import RangeRequest, plan_requests
+from vlm_stream.storage.engine import Engine
 from vlm_stream.storage.metrics import ReadMetrics, ReadTotals
-from vlm_stream.storage.options import ReadOptions, StoreOptions
-from vlm_stream.storage.store import Buffer, Fetched, Store, open_store
+from vlm_stream.storage.options import ReadOptions
 from vlm_stream.storage.verify import check_unchanged, cut_members, find_damage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+    from concurrent.futures import Future
     from types import TracebackType
 
+    from vlm_stream.storage.options import StoreOptions
+    from vlm_stream.storage.store import Buffer, Fetched, Store
     from vlm_stream.storage.values import Span
 
 __all__ = ["SpanReader", "SpanResult"]
 
 T = TypeVar("T")
 SpanResult = Union["Mapping[str, memoryview]", BadSampleError]
-
-_FILE_THREADS = 4
 
 
 @dataclass(slots=True)
@@ -73,9 +73,7 @@ class SpanReader:
         self._given_stores = dict(stores or {})
         self._store_options = store_options
         self._metrics = ReadMetrics()
-        self._stores: dict[str, Store] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        self._pid = os.getpid()
+        self._engine: Engine | None = None
 
     def __reduce__(self) -> tuple[type[SpanReader], tuple[object, ...]]:
         """Travel to another process without threads, connections and counts."""
@@ -97,11 +95,10 @@ class SpanReader:
         return self._metrics.totals()
 
     def close(self) -> None:
-        """Cancel what is under way and end the threads."""
-        if self._pool is not None and self._pid == os.getpid():
-            self._pool.shutdown(wait=True, cancel_futures=True)
-        self._pool = None
-        self._stores.clear()
+        """Stop what is under way, end the threads, let go of the connections. A later read starts anew."""
+        engine, self._engine = self._engine, None
+        if engine is not None and engine.pid == os.getpid():
+            engine.close()
 
     def read(self, pairs: Iterable[tuple[T, Span]]) -> Iterator[tuple[T, SpanResult]]:
         """Yield `(tag, members)` or `(tag, BadSampleError)` for each pair, in the order of the pairs.
@@ -136,30 +133,20 @@ class SpanReader:
 
     def _launch(self, batch: list[_Waiting[T]]) -> int:
         """Start the requests of a batch; return their bytes."""
+        engine = self._running_engine()
         num_bytes = 0
         for request in plan_requests([waiting.span for waiting in batch], self._options):
-            flight = _Flight(request, self._submit(request), len(request.spans))
+            flight = _Flight(request, engine.submit(request), len(request.spans))
             for position in request.spans:
                 batch[position].flights.append(flight)
             num_bytes += request.size
         return num_bytes
 
-    def _submit(self, request: RangeRequest) -> Future[Fetched]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_FILE_THREADS, thread_name_prefix="vlm-stream-read")
-        return self._pool.submit(self._fetch, request)
-
-    def _fetch(self, request: RangeRequest) -> Fetched:
-        fetched = self._store(request.root).fetch(request.path, request.offset, request.size)
-        self._metrics.add(requests=1, bytes_read=len(fetched.data))
-        return fetched
-
-    def _store(self, root: str) -> Store:
-        store = self._stores.get(root)
-        if store is None:
-            store = self._given_stores.get(root) or open_store(root, self._store_options)
-            self._stores[root] = store
-        return store
+    def _running_engine(self) -> Engine:
+        """Return the engine of this process; after a fork the parent's threads are not here, so a new one is made."""
+        if self._engine is None or self._engine.pid != os.getpid():
+            self._engine = Engine(self._options, self._given_stores, self._store_options, self._metrics)
+        return self._engine
 
     def _finish(self, waiting: _Waiting[T]) -> SpanResult:
         """Wait for a sample's bytes, check them, cut them into members."""
@@ -173,8 +160,8 @@ class SpanReader:
         damage = find_damage(span, data)
         if damage is not None and damage.reason in ("crc_mismatch", "truncated"):
             self._metrics.add(rereads=1)
-            again = self._submit(RangeRequest(span.root, span.path, span.offset, span.size, (0,))).result()
-            data = again.data
+            again = RangeRequest(span.root, span.path, span.offset, span.size, (0,))
+            data = self._running_engine().submit(again).result().data
             damage = find_damage(span, data)
         if damage is not None:
             self._metrics.add(bad_samples=1)

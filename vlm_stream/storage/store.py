@@ -23,6 +23,8 @@ __all__ = ["Buffer", "Fetched", "PutData", "Store", "open_store"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 PutData: TypeAlias = "bytes | bytearray | memoryview | IO[bytes] | os.PathLike[str]"
 
+_REMOTE = ("s3", "gs", "az", "http", "https")
+
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
@@ -64,7 +66,7 @@ class Store(Protocol):
         """Remove one object; one that is not there is an error."""
 
 
-def open_store(url: str, options: StoreOptions | None = None) -> Store:  # noqa: ARG001
+def open_store(url: str, options: StoreOptions | None = None) -> Store:
     """Return the store at `url`; nothing is read yet, so this neither waits nor fails on the network.
 
     Args:
@@ -81,4 +83,13 @@ def open_store(url: str, options: StoreOptions | None = None) -> Store:  # noqa:
         from vlm_stream.storage.memory import MemoryStore
 
         return MemoryStore(url)
-    raise ConfigError(f"No store is known for '{scheme}://' (in {url}): {nearest_name(scheme, ['file', 'memory'])}")
+    if scheme in _REMOTE:
+        from vlm_stream.storage.remote import ObjectStore
+
+        return ObjectStore(url, options)
+    if scheme == "hf":
+        from vlm_stream.storage.hub import HubStore
+
+        return HubStore(url, options)
+    known = ["file", "memory", "hf", *_REMOTE]
+    raise ConfigError(f"No store is known for '{scheme}://' (in {url}): {nearest_name(scheme, known)}")

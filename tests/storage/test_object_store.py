@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+
+import pytest
+
+from vlm_stream.errors import AccessError, ConfigError, NotFoundError
+from vlm_stream.storage import open_store
+
+
+@pytest.fixture
+def store(s3_server, request):
+    return open_store(s3_server.url(request.node.name), s3_server.options)
+
+
+def test_put_get_ranges_head_list_delete(store):
+    store.put("a/b.bin", b"0123456789")
+    assert store.get("a/b.bin") == b"0123456789"
+    assert store.get_ranges("a/b.bin", [(2, 3), (8, 100), (0, 0)]) == [b"234", b"89", b""]
+    assert store.get_ranges("a/b.bin", [(100, 3)]) == [b""]
+    info = store.head("a/b.bin")
+    assert (info.path, info.size) == ("a/b.bin", 10)
+    assert info.etag
+    store.put("a/bb.bin", b"x")
+    store.put("c.bin", b"x")
+    assert [info.path for info in store.list()] == ["a/b.bin", "a/bb.bin", "c.bin"]
+    assert [info.path for info in store.list("a/b")] == ["a/b.bin", "a/bb.bin"]
+    assert [info.path for info in store.list("a/bb")] == ["a/bb.bin"]
+    store.delete("a/b.bin")
+    with pytest.raises(NotFoundError, match=r"There is nothing at s3://test-bucket/.*/a/b.bin"):
+        store.head("a/b.bin")
+
+
+def test_large_writes_go_in_parts_and_come_back_whole(store, tmp_path):
+    data = bytes(range(256)) * (20 * 1024 * 4 + 1)
+    (tmp_path / "file").write_bytes(data)
+    for number, source in enumerate((data, memoryview(data), io.BytesIO(data), tmp_path / "file")):
+        store.put(f"large-{number}", source)
+        assert store.get(f"large-{number}") == data
+
+
+def test_stores_travel_by_pickle_without_secrets(store):
+    store.put("x", b"1")
+    payload = pickle.dumps(store)
+    assert b"testsecret" not in payload
+    assert pickle.loads(payload).get("x") == b"1"
+    assert "testsecret" not in repr(store)
+
+
+def test_missing_bucket_and_wrong_key_say_what_to_check(s3_server, monkeypatch):
+    with pytest.raises(NotFoundError, match="Check the bucket, the path and the endpoint"):
+        open_store("s3://no-such-bucket/x", s3_server.options).get("y")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
+    with pytest.raises(AccessError, match="Check the credentials") as caught:
+        open_store(s3_server.url("x"), s3_server.options).get("y")
+    assert "wrong-secret" not in str(caught.value)
+
+
+def test_anonymous_requests_are_not_signed(s3_server):
+    options = dataclasses.replace(s3_server.options, anonymous=True)
+    with pytest.raises(AccessError, match="anonymous=True"):
+        open_store(s3_server.url("x"), options).get("ready")
+
+
+def test_put_refuses_what_holds_no_bytes(store):
+    with pytest.raises(ConfigError, match="put\\(\\) was given str, which holds no bytes"):
+        store.put("x", "text")

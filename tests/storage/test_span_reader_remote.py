@@ -1,0 +1,269 @@
+"""The reader against a real S3 server, with the faults of real networks between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+
+import pytest
+
+from tests.storage.fault_proxy import Fault, FaultMix
+from tests.storage.shard_data import write_shards
+from vlm_stream.errors import AccessError, BadSampleError, ChangedObjectError, NotFoundError, StorageError
+from vlm_stream.storage import ReadOptions, RetryOptions, SpanReader, StoreOptions, open_store
+from vlm_stream.storage.remote import ObjectStore
+
+
+def alone(shards) -> ReadOptions:
+    """Return options under which each sample is one request."""
+    return ReadOptions(max_gap_bytes=0, max_request_bytes=max(span.size for span in shards.spans))
+
+
+def proxied(proxy, **changes) -> StoreOptions:
+    retry = RetryOptions(**{"backoff_s": 0.01, "max_backoff_s": 0.05, **changes.pop("retry", {})})
+    return StoreOptions(endpoint=proxy.endpoint, region="us-east-1", allow_http=True, retry=retry, **changes)
+
+
+def read_all(shards, options, store_options, seed=0):
+    """Read every sample in a random order; check order and bytes; return the totals."""
+    pairs = shards.order(seed)
+    with SpanReader(options, store_options=store_options) as reader:
+        results = list(reader.read(pairs))
+        assert [tag for tag, _ in results] == [tag for tag, _ in pairs]
+        for tag, result in results:
+            shards.assert_equal(tag, result)
+        return reader.metrics
+
+
+def test_plan_order_and_bytes(s3_shards, s3_server):
+    totals = read_all(s3_shards, ReadOptions(prefetch_bytes=50_000), s3_server.options)
+    assert totals.retries == 0
+    assert totals.requests_per_sample <= 1
+
+
+@pytest.mark.parametrize("status", [500, 502, 429, 503])
+def test_server_errors_are_tried_again(s3_shards, proxy, status):
+    proxy.faults = lambda number, _method, _path: Fault("status", status=status) if number % 3 == 0 else None
+    totals = read_all(s3_shards, alone(s3_shards), proxied(proxy))
+    assert totals.retries >= 20
+    assert totals.throttles == (totals.retries if status in (429, 503) else 0)
+
+
+def test_a_storm_of_503_lowers_the_number_in_flight(s3_shards, proxy):
+    proxy.faults = [Fault("status", status=503)] * 60
+    options = dataclasses.replace(alone(s3_shards), max_inflight=16)
+    with SpanReader(options, store_options=proxied(proxy)) as reader:
+        stream = reader.read(s3_shards.order())
+        tag, result = next(stream)
+        s3_shards.assert_equal(tag, result)
+        assert reader._engine._traffic.limit < 16
+        for tag, result in stream:
+            s3_shards.assert_equal(tag, result)
+        assert reader.metrics.throttles == 60
+
+
+def test_a_cut_body_goes_on_at_its_byte(s3_shards, proxy):
+    proxy.faults = [Fault("cut", at=700), Fault("cut", at=300)]
+    span = s3_shards.spans[5]
+    with SpanReader(store_options=proxied(proxy)) as reader:
+        ((tag, result),) = reader.read([(5, span)])
+        s3_shards.assert_equal(tag, result)
+        last = span.offset + span.size - 1
+        assert proxy.ranges == [f"bytes={span.offset + done}-{last}" for done in (0, 700, 1000)]
+        assert reader.metrics.bytes_read == span.size
+        assert reader.metrics.retries == 2
+
+
+def test_progress_renews_the_patience(s3_shards, proxy):
+    span = s3_shards.spans[5]
+    proxy.faults = [Fault("cut", at=100)] * 12
+    with SpanReader(store_options=proxied(proxy, retry={"max_retries": 1})) as reader:
+        ((tag, result),) = reader.read([(5, span)])
+        s3_shards.assert_equal(tag, result)
+
+
+@pytest.mark.parametrize("kind", ["stall", "slow", "reset"])
+def test_bad_connections(s3_shards, proxy, kind):
+    proxy.faults = lambda number, _method, _path: (
+        Fault(kind, at=500, seconds=3 if kind == "stall" else 0.01) if number % 7 == 0 else None
+    )
+    totals = read_all(s3_shards, alone(s3_shards), proxied(proxy, read_timeout_s=0.3))
+    assert totals.retries == 0 if kind == "slow" else totals.retries > 0
+
+
+def test_refused_connections_are_waited_out(s3_shards, proxy):
+    with SpanReader(
+        alone(s3_shards), store_options=proxied(proxy, retry={"max_backoff_s": 2, "backoff_s": 0.1})
+    ) as reader:
+        stream = reader.read(s3_shards.order())
+        next(stream)
+        with proxy.refusing():
+            time.sleep(0.3)
+        for tag, result in stream:
+            s3_shards.assert_equal(tag, result)
+        assert reader.metrics.retries > 0
+
+
+def test_flipped_byte_on_the_way_is_read_again(s3_shards, proxy):
+    proxy.faults = [None, Fault("flip", at=40), None]
+    totals = read_all(s3_shards, alone(s3_shards), proxied(proxy))
+    assert (totals.rereads, totals.bad_samples) == (1, 0)
+
+
+def test_flipped_byte_at_rest_is_a_bad_sample(s3_shards, s3_server):
+    store = open_store(s3_shards.root, s3_server.options)
+    span = s3_shards.spans[3]
+    blob = bytearray(store.get(span.path))
+    blob[span.offset + 70] ^= 4
+    store.put(span.path, bytes(blob))
+    with SpanReader(store_options=s3_server.options) as reader:
+        results = dict(reader.read(enumerate(s3_shards.spans)))
+    bad = results.pop(3)
+    assert isinstance(bad, BadSampleError)
+    assert bad.reason == "crc_mismatch"
+    assert f"bytes {span.offset}..{span.offset + span.size} of {s3_shards.root}/{span.path}" in str(bad)
+    for tag, result in results.items():
+        s3_shards.assert_equal(tag, result)
+
+
+def test_other_etag_or_size_is_an_error(s3_shards, s3_server):
+    store = open_store(s3_shards.root, s3_server.options)
+    etag = store.head(s3_shards.spans[0].path).etag
+    same = dataclasses.replace(s3_shards.spans[0], etag=etag)
+    with SpanReader(store_options=s3_server.options) as reader:
+        ((_, result),) = reader.read([(0, same)])
+        s3_shards.assert_equal(0, result)
+        other = dataclasses.replace(same, etag="0123")
+        with pytest.raises(ChangedObjectError, match=r"etag .* instead of 0123"):
+            list(reader.read([(0, other)]))
+        longer = dataclasses.replace(same, shard_size=17)
+        with pytest.raises(ChangedObjectError, match=r"bytes instead of 17"):
+            list(reader.read([(0, longer)]))
+
+
+def test_an_object_replaced_during_a_read_is_not_mixed(s3_shards, s3_server, proxy):
+    span = s3_shards.spans[0]
+    store = open_store(s3_shards.root, s3_server.options)
+    blob = store.get(span.path)
+
+    def replace_then_cut(number, _method, _path):
+        if number == 1:
+            store.put(span.path, blob[::-1])
+        return Fault("cut", at=200) if number == 0 else None
+
+    proxy.faults = replace_then_cut
+    with (
+        SpanReader(store_options=proxied(proxy)) as reader,
+        pytest.raises(ChangedObjectError, match="was replaced while it was being read"),
+    ):
+        list(reader.read([(0, span)]))
+
+
+def test_404_and_403_fail_at_once(s3_shards, s3_server, proxy, monkeypatch):
+    missing = dataclasses.replace(s3_shards.spans[0], path="no-such.tar")
+    with (
+        SpanReader(store_options=proxied(proxy)) as reader,
+        pytest.raises(NotFoundError, match=rf"nothing at {s3_shards.root}/no-such.tar. Check the bucket"),
+    ):
+        list(reader.read([(0, missing)]))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with (
+        SpanReader(store_options=proxied(proxy)) as reader,
+        pytest.raises(AccessError, match=rf"refused the request for {s3_shards.root}/.*Check the credentials"),
+    ):
+        list(reader.read([(0, s3_shards.spans[0])]))
+    assert proxy.seen["GET"] == 2
+
+
+def test_retries_and_deadline_run_out(s3_shards, proxy):
+    proxy.faults = lambda *_: Fault("status", status=500)
+    with (
+        SpanReader(store_options=proxied(proxy, retry={"max_retries": 2})) as reader,
+        pytest.raises(StorageError, match=r"could not be read in .* with retries"),
+    ):
+        list(reader.read([(0, s3_shards.spans[0])]))
+        assert reader.metrics.requests == 3
+    proxy.faults = lambda *_: Fault("status", status=503)
+    with (
+        SpanReader(store_options=proxied(proxy, retry={"deadline_s": 0.3})) as reader,
+        pytest.raises(StorageError, match="raise max_retries and deadline_s"),
+    ):
+        list(reader.read([(0, s3_shards.spans[0])]))
+
+
+def test_a_body_that_drips_ends_at_the_deadline(s3_shards, proxy):
+    proxy.faults = lambda *_: Fault("slow", seconds=0.2)
+    with (
+        SpanReader(store_options=proxied(proxy, retry={"deadline_s": 0.5})) as reader,
+        pytest.raises(StorageError, match="could not be read in"),
+    ):
+        list(reader.read([(0, s3_shards.spans[0])]))
+
+
+def test_a_slow_read_is_raced_by_a_second_one(s3_shards, proxy):
+    proxy.faults = [Fault("stall", at=10, seconds=20)]
+    options = dataclasses.replace(alone(s3_shards), hedge_after_s=0.2)
+    with SpanReader(options, store_options=proxied(proxy, read_timeout_s=2)) as reader:
+        for tag, result in reader.read(list(enumerate(s3_shards.spans))[:5]):
+            s3_shards.assert_equal(tag, result)
+        assert reader.metrics.hedges >= 1
+        assert reader.metrics.retries == 0
+
+
+def test_everything_at_once_gives_the_same_samples_in_the_same_order(s3_shards, proxy):
+    proxy.faults = FaultMix(failing=0.05, throttled=0.1, cut=0.2, seed=1)
+    for seed in range(3):
+        read_all(s3_shards, alone(s3_shards), proxied(proxy), seed)
+
+
+class CountingStore(ObjectStore):
+    """Counts the ranges that are open at a time."""
+
+    num_open = max_open = 0
+    lock = threading.Lock()
+
+    def open_range(self, path, offset, size):
+        with self.lock:
+            self.num_open += 1
+            self.max_open = max(self.max_open, self.num_open)
+        body = super().open_range(path, offset, size)
+
+        def chunks():
+            yield from body.chunks
+            with self.lock:
+                self.num_open -= 1
+
+        return dataclasses.replace(body, chunks=chunks())
+
+
+def test_no_more_requests_in_flight_than_allowed(s3_shards, s3_server):
+    store = CountingStore(s3_shards.root, s3_server.options)
+    options = dataclasses.replace(alone(s3_shards), max_inflight=3)
+    with SpanReader(options, stores={s3_shards.root: store}) as reader:
+        assert len(list(reader.read(s3_shards.order()))) == len(s3_shards.spans)
+    assert 2 <= store.max_open <= 3
+
+
+def test_budgets_hold_requests_back(s3_shards, s3_server):
+    spans = list(enumerate(s3_shards.spans[:4]))
+    options = dataclasses.replace(alone(s3_shards), bytes_per_s=sum(span.size for _, span in spans) / 3)
+    begun = time.monotonic()
+    with SpanReader(options, store_options=s3_server.options) as reader:
+        list(reader.read(spans))
+    assert time.monotonic() - begun >= 1.5  # one second's worth is free, the other two are waited for
+
+
+def test_leaving_early_leaves_no_thread_and_no_connection(s3_server, proxy, request):
+    shards = write_shards(s3_server.url(request.node.name), num_shards=2, options=s3_server.options)
+    before = set(threading.enumerate())
+    proxy.faults = lambda number, *_: Fault("slow", seconds=0.2) if number > 3 else None
+    with SpanReader(alone(shards), store_options=proxied(proxy)) as reader:
+        for _tag, _result in reader.read(shards.order()):
+            break
+    mine = {thread for thread in set(threading.enumerate()) - before if "vlm-stream" in thread.name}
+    assert not mine
+    end = time.monotonic() + 5
+    while proxy.num_connections and time.monotonic() < end:
+        time.sleep(0.02)
+    assert proxy.num_connections == 0

@@ -1,0 +1,94 @@
+"""What object-store clients raise -> the policy's words, and -> the sentences that people read.
+
+The client's message is the only place where a status code can be found. It ends where its debug dump begins, and URLs
+lose their query: a signed one would carry a secret into a log.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from vlm_stream.errors import AccessError, ChangedObjectError, NotFoundError, StorageError
+from vlm_stream.storage.retry import Fault
+
+if TYPE_CHECKING:
+    from vlm_stream.errors import VlmStreamError
+    from vlm_stream.storage.retry import FaultKind
+
+__all__ = ["error_of", "fault_of", "fault_of_status"]
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_QUERY = re.compile(r"\?[^\s\"']+")
+_MAX_TEXT = 400
+_BY_NAME: dict[str, FaultKind] = {
+    "PermissionDeniedError": "refused",
+    "UnauthenticatedError": "refused",
+    "PreconditionError": "changed",
+    "NotSupportedError": "no_ranges",
+}
+# Codes of S3 that come with a 400 or 403 and go away by themselves.
+_PASSING_CODES = ("RequestTimeout", "SlowDown", "ThrottlingException")
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Return what an exception of obstore means."""
+    text = _clean(str(error))
+    if isinstance(error, FileNotFoundError):
+        return Fault("missing", text)
+    status = _STATUS.search(text)
+    if status:
+        return fault_of_status(int(status.group(1)), text)
+    name = type(error).__name__
+    if name in _BY_NAME:
+        return Fault(_BY_NAME[name], text)
+    if "non-partial response" in text:
+        return Fault("no_ranges", text)
+    if "HTTP error" in text or isinstance(error, (TimeoutError, ConnectionError)):
+        return Fault("transient", text)
+    return Fault("unknown", text)
+
+
+def fault_of_status(status: int, text: str) -> Fault:
+    """Return what an HTTP status means."""
+    if status in (429, 503) or "SlowDown" in text:
+        return Fault("throttled", text)
+    if status >= 500 or status == 408 or any(code in text for code in _PASSING_CODES):
+        return Fault("transient", text)
+    kinds: dict[int, FaultKind] = {404: "missing", 412: "changed", 416: "past_end"}
+    return Fault(kinds.get(status, "refused"), text)
+
+
+def error_of(fault: Fault, url: str, seconds: float) -> VlmStreamError:
+    """Return the error that tells people what happened at `url`, and what to check."""
+    if fault.kind == "missing":
+        return NotFoundError(
+            f"There is nothing at {url}. Check the bucket, the path and the endpoint. The store said: {fault.text}"
+        )
+    if fault.kind == "refused":
+        return AccessError(
+            f"The store refused the request for {url}. Check the credentials (environment, profile or instance role), "
+            f"their rights on this path, the region and the clock; public data may need anonymous=True. "
+            f"The store said: {fault.text}"
+        )
+    if fault.kind == "changed":
+        return ChangedObjectError(
+            f"{url} was replaced while it was being read. Bytes of two versions must not be mixed; "
+            f"read the dataset again once it is at rest. The store said: {fault.text}"
+        )
+    if fault.kind == "no_ranges":
+        return StorageError(
+            f"The server of {url} does not serve byte ranges, and samples are read as ranges. "
+            f"Use a server that answers 'Range' with 206, or copy the dataset. It said: {fault.text}"
+        )
+    if fault.kind in ("throttled", "transient"):
+        return StorageError(
+            f"{url} could not be read in {seconds:.1f} s, with retries. Check the network and the state of the store, "
+            f"or raise max_retries and deadline_s. The last answer: {fault.text}"
+        )
+    return StorageError(f"{url} could not be read or written. The store said: {fault.text}")
+
+
+def _clean(text: str) -> str:
+    text = text.split("\n\nDebug source", 1)[0]
+    return _QUERY.sub("?...", " ".join(text.split()))[:_MAX_TEXT]

@@ -1,0 +1,142 @@
+"""One range, whatever happens: retried, resumed at its byte, raced, ended by a deadline.
+
+Enters: a source that can begin a range, and the traffic that it shares with others. Leaves: the whole range, or the
+error that says why not. The policy itself is in `retry.py`; what clients raise is understood by the source.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from vlm_stream.errors import VlmStreamError
+from vlm_stream.storage.faults import error_of
+from vlm_stream.storage.retry import Attempts, Fault
+from vlm_stream.storage.store import Fetched
+from vlm_stream.storage.traffic import ReadCancelledError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vlm_stream.storage.options import RetryOptions
+    from vlm_stream.storage.traffic import Traffic
+
+__all__ = ["RangeBody", "RangeSource", "fetch_range", "hedged"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RangeBody:
+    """A range that has begun to arrive."""
+
+    chunks: Iterator[bytes]
+    size: int
+    """Bytes that will come: fewer than asked when the object ends before the range does."""
+    object_size: int | None
+    etag: str | None
+
+
+class RangeSource(Protocol):
+    """A store whose ranges come over a network, one attempt at a time."""
+
+    @property
+    def retry(self) -> RetryOptions:
+        """When to try again."""
+
+    def url(self, path: str) -> str:
+        """Return the URL that messages name."""
+
+    def open_range(self, path: str, offset: int, size: int | None) -> RangeBody:
+        """Begin a range; None for the rest of the object."""
+
+    def fault_of(self, error: Exception) -> Fault:
+        """Return what an exception of `open_range`, or of its chunks, means."""
+
+
+class _Progress:
+    """The bytes of a range so far, over all attempts."""
+
+    def __init__(self, offset: int, size: int | None) -> None:
+        self.offset = offset
+        self.size = size
+        self.chunks: list[bytes] = []
+        self.num_bytes = 0
+        self.object_size: int | None = None
+        self.etag: str | None = None
+
+    def attempt(self, source: RangeSource, path: str, attempts: Attempts, traffic: Traffic) -> None:
+        """Ask for what is missing and take it chunk by chunk."""
+        rest = None if self.size is None else self.size - self.num_bytes
+        with traffic.request(rest or 0):
+            body = source.open_range(path, self.offset + self.num_bytes, rest)
+            if self.chunks and body.etag != self.etag:
+                raise error_of(Fault("changed", f"etag {self.etag}, then {body.etag}"), source.url(path), 0.0)
+            self.object_size, self.etag = body.object_size, body.etag
+            self.size = self.num_bytes + body.size
+            for chunk in body.chunks:
+                self.chunks.append(chunk)
+                self.num_bytes += len(chunk)
+                traffic.check_open()
+                if attempts.is_late(time.monotonic()):
+                    raise TimeoutError("the body came too slowly")
+
+    def result(self) -> Fetched:
+        """Return what came; one chunk needs no copy."""
+        data = self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+        return Fetched(data, self.object_size, self.etag)
+
+
+def fetch_range(source: RangeSource, path: str, offset: int, size: int | None, traffic: Traffic) -> Fetched:
+    """Return one range, or the whole object from `offset` when size is None.
+
+    Raises:
+        NotFoundError: Nothing is there; not retried.
+        AccessError: The store refused; not retried.
+        StorageError: The retries or the deadline ran out.
+        ReadCancelledError: The traffic was closed.
+    """
+    progress = _Progress(offset, size)
+    attempts = Attempts(source.retry, time.monotonic())
+    while True:
+        num_before = progress.num_bytes
+        try:
+            progress.attempt(source, path, attempts, traffic)
+        except (ReadCancelledError, VlmStreamError):
+            raise
+        except Exception as error:
+            fault = source.fault_of(error)
+            num_new = progress.num_bytes - num_before
+            traffic.failed(num_new, throttled=fault.kind == "throttled")
+            if fault.kind == "past_end":
+                return progress.result()
+            now_s = time.monotonic()
+            wait_s = attempts.wait_before_next(fault, progressed=num_new > 0, now_s=now_s, uniform=random.random())
+            if wait_s is None:
+                raise error_of(fault, source.url(path), now_s - attempts.begun_s) from error
+            _log.debug("%s: %s; again in %.2f s from byte %d", source.url(path), fault.text, wait_s, progress.num_bytes)
+            traffic.metrics.add(retries=1)
+            traffic.sleep(wait_s)
+        else:
+            traffic.succeeded(progress.num_bytes - num_before)
+            return progress.result()
+
+
+def hedged(read: Callable[[], Fetched], executor: Executor, after_s: float, traffic: Traffic) -> Fetched:
+    """Run `read`; when it takes longer than `after_s`, run it once more beside, and take what comes first."""
+    racers: set[Future[Fetched]] = {executor.submit(read)}
+    done, _ = wait(racers, timeout=after_s)
+    if not done:
+        traffic.metrics.add(hedges=1)
+        racers.add(executor.submit(read))
+        done, _ = wait(racers, return_when=FIRST_COMPLETED)
+    winner = next((racer for racer in done if racer.exception() is None), None)
+    if winner is None:
+        # One failed first: the other may still bring the bytes, and if not, its error is as good.
+        wait(racers)
+        winner = next((racer for racer in racers if racer.exception() is None), next(iter(done)))
+    return winner.result()
