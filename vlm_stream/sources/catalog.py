@@ -33,7 +33,7 @@ class Catalog:
         name: str,
         form: ShareGptForm | None = None,
         on_mismatch: OnMismatch = "drop",
-        order: npt.NDArray[np.integer] | None = None,
+        order: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Read `data` through `form`.
 
@@ -55,12 +55,18 @@ class Catalog:
         """Return the number of records, bad ones included."""
         return len(self.data) if self.order is None else len(self.order)
 
-    def read(self, index: int) -> Record:
-        """Return one record; raise `BadSampleError` (under `raise`: `SourceError`) when it cannot be used."""
+    def origin(self, index: int) -> str:
+        """Return `file:line` of a record, good or bad."""
+        return self.data.where(self._number(index))
+
+    def _number(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of source '{self.name}', which has {len(self)}")
-        number = index if self.order is None else int(self.order[index])
-        where = self.data.where(number)
+        return index if self.order is None else int(self.order[index])
+
+    def read(self, index: int) -> Record:
+        """Return one record; raise `BadSampleError` (under `raise`: `SourceError`) when it cannot be used."""
+        number = self._number(index)
         try:
             example = self.data.load(number)
         except BadSampleError as error:
@@ -68,7 +74,12 @@ class Catalog:
                 raise SourceError(str(error)) from error
             raise
         return example_to_record(
-            example, form=self.form, on_mismatch=self.on_mismatch, source=self.name, number=number, origin=where
+            example,
+            form=self.form,
+            on_mismatch=self.on_mismatch,
+            source=self.name,
+            number=number,
+            origin=self.data.where(number),
         )
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from vlm_stream.errors import SourceError
 from vlm_stream.sources.catalog import Catalog
-from vlm_stream.sources.data_file import DataFile, first_bytes, holds_lines
+from vlm_stream.sources.data_file import FileCache, first_bytes, holds_lines
 from vlm_stream.sources.form import ShareGptForm
 from vlm_stream.sources.group import SourceGroup
-from vlm_stream.sources.local_file import LocalFile, plain_name
+from vlm_stream.sources.local_file import plain_name
 from vlm_stream.sources.meta import MetaEntry, parse_meta
 from vlm_stream.sources.mismatch import OnMismatch, check_policy
 from vlm_stream.sources.ratio import sample_order
@@ -23,7 +23,7 @@ from vlm_stream.sources.ratio import sample_order
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["open_source", "read_entries"]
+__all__ = ["open_entry", "open_source", "read_entries"]
 
 _META_BYTES = 64 << 20
 """A meta file lists datasets; something larger that starts with a brace is not one."""
@@ -53,24 +53,28 @@ def open_source(
     check_policy(on_mismatch)
     path = str(path)
     bare = ShareGptForm.from_dicts(columns, tags, media_dir)
-    entries = read_entries(path, names=names, bare=bare, spill_dir=spill_dir)
-    files: dict[str, DataFile] = {}
-    catalogs = []
-    for entry in entries:
-        if entry.path not in files:
-            files[entry.path] = DataFile(entry.path, spill_dir=spill_dir)
-        data = files[entry.path]
-        order = sample_order(len(data), entry.sample_ratio)
-        catalogs.append(Catalog(data, name=entry.name, form=entry.form, on_mismatch=on_mismatch, order=order))
+    files = FileCache(spill_dir)
+    entries = read_entries(path, files, names=names, bare=bare)
+    catalogs = [open_entry(entry, files, on_mismatch) for entry in entries]
     return SourceGroup(catalogs, name=_stem(path))
 
 
+def open_entry(entry: MetaEntry, files: FileCache, on_mismatch: OnMismatch = "drop") -> Catalog:
+    """Return the records of one entry, in the order that its ratio gives."""
+    data = files.scanned(entry.path)
+    try:
+        order = sample_order(len(data), entry.sample_ratio)
+    except SourceError as error:
+        raise SourceError(f"dataset '{entry.name}': {error}") from None
+    return Catalog(data, name=entry.name, form=entry.form, on_mismatch=on_mismatch, order=order)
+
+
 def read_entries(
-    path: str, *, names: Iterable[str] | None = None, bare: ShareGptForm | None = None, spill_dir: str | None = None
+    path: str, files: FileCache, *, names: Iterable[str] | None = None, bare: ShareGptForm | None = None
 ) -> list[MetaEntry]:
     """Return the entries of a meta file; a bare data file is one entry named after the file."""
     bare = bare or ShareGptForm()
-    file = LocalFile(path, spill_dir=spill_dir)
+    file = files.local(path)
     _, head = first_bytes(file)
     if not head.lstrip().startswith(b"{") or holds_lines(file, head):
         if names is not None:

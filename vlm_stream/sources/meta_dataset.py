@@ -1,0 +1,215 @@
+"""A meta file as a list in memory, one rank's share of it if asked: for datasets that fit, and for old recipes.
+
+Enters: a meta file (or a bare data file), a rank. Leaves: a list of `{"conversation": ...}` with sums in `.stats` and
+what was bad in `.ledger`. Only the records of this rank are parsed.
+
+One rule deals records to ranks, for every format and ratio: after `sample_ratio`, record i of the whole meta file goes
+to rank i mod world size. Shares are disjoint, together they are everything, and they differ by one record at most. They
+are not cut to equal length: that would lose records of every dataset, and bad records make lengths differ anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vlm_stream.errors import BadSampleError, ConfigError
+from vlm_stream.ledger import BadSample, Ledger
+from vlm_stream.sources.data_file import FileCache
+from vlm_stream.sources.mismatch import MISMATCHES_KEY, OnMismatch, check_policy
+from vlm_stream.sources.open_source import open_entry, read_entries
+from vlm_stream.sources.ratio import rank_share
+from vlm_stream.sources.stats import SUMMED_KEYS, SourceTiming, collect_sample_stats, format_summary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from vlm_stream.sources.catalog import Catalog
+
+__all__ = ["ExamplesWithStats", "MetaDatasetConfig", "make_meta_dataset"]
+
+_LOG = logging.getLogger(__name__)
+_SHOWN_BAD = 3
+
+
+class ExamplesWithStats(list[dict[str, Any]]):
+    """Examples with the sums over all of them, so that nobody has to scan them again."""
+
+    __slots__ = ("ledger", "stats")
+
+    def __init__(self, examples: Iterable[dict[str, Any]] = ()) -> None:
+        """Hold the examples; sums and ledger start empty."""
+        super().__init__(examples)
+        self.stats: dict[str, int] = dict.fromkeys(SUMMED_KEYS, 0)
+        self.ledger = Ledger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaDatasetConfig:
+    """What `make_meta_dataset` needs, without the rank."""
+
+    builds_with_data_parallel_rank: ClassVar[bool] = True
+    """Loaders hand `build` their rank and world size."""
+
+    path_or_dataset: str = ""
+    """Path or URL of the meta file."""
+    dataset_names: Sequence[str] | None = None
+    """Which entries; all if None."""
+    split: str = "train"
+    """Has no meaning for meta files; kept so that recipes need not change."""
+    shard_data: bool = False
+    """Whether every rank loads its own share."""
+    on_mismatch: OnMismatch = "drop"
+    """What happens to a record that does not map whole."""
+
+    def __post_init__(self) -> None:
+        """Refuse an empty path and an unknown policy."""
+        if not self.path_or_dataset:
+            raise ConfigError("path_or_dataset is empty, so there is no data; give the path of a meta file.")
+        check_policy(self.on_mismatch)
+
+    def build(self, rank: int | None = None, world_size: int | None = None) -> ExamplesWithStats:
+        """Load the examples, of one rank if `shard_data`."""
+        return make_meta_dataset(
+            self.path_or_dataset,
+            self.dataset_names,
+            self.split,
+            self.shard_data,
+            rank,
+            world_size,
+            on_mismatch=self.on_mismatch,
+        )
+
+
+def make_meta_dataset(
+    path_or_dataset: str,
+    dataset_names: Sequence[str] | None = None,
+    split: str = "train",  # noqa: ARG001
+    shard_data: bool = False,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    on_mismatch: OnMismatch = "drop",
+    **kwargs: Any,
+) -> ExamplesWithStats:
+    """Load the datasets of a meta file into one list, in sorted order of their names.
+
+    Args:
+        path_or_dataset: Path or URL of the meta file, or of a bare data file.
+        dataset_names: Which entries; all if None.
+        split: Has no meaning here.
+        shard_data: Load only this rank's share. False never shards, whatever rank and world size say.
+        rank: Which share; that of the process group if None.
+        world_size: How many shares; that of the process group if None.
+        on_mismatch: What happens to a record that does not map whole: `drop`, `keep` what maps, `raise`.
+        **kwargs: Options of other factories; they mean nothing here and are named in the log.
+    """
+    if kwargs:
+        _LOG.warning("make_meta_dataset has no use for %s", ", ".join(sorted(kwargs)))
+    check_policy(on_mismatch)
+    share = _share(rank, world_size) if shard_data else None
+    began = time.perf_counter()
+    result = ExamplesWithStats()
+    timings: list[SourceTiming] = []
+    files = FileCache()
+    num_dealt = 0
+    for entry in read_entries(str(path_or_dataset), files, names=dataset_names):
+        start = time.perf_counter()
+        catalog = open_entry(entry, files, on_mismatch)
+        num_records = len(catalog)
+        if share:
+            catalog.order = rank_share(catalog.order, num_records, *share, begin=num_dealt)
+        num_dealt += num_records
+        located = time.perf_counter()
+        examples = _read_all(catalog, result.ledger)
+        stats = collect_sample_stats(examples)
+        timing = SourceTiming(
+            name=entry.name,
+            num_samples=len(examples),
+            num_bad=len(catalog) - len(examples),
+            stats=stats,
+            locate_seconds=located - start,
+            convert_seconds=time.perf_counter() - located,
+        )
+        timings.append(timing)
+        _warn(timing)
+        _warn_kept(entry.name, examples)
+        for key in SUMMED_KEYS:
+            result.stats[key] += stats[key]
+        result.extend(examples)
+    _LOG.info("%s", format_summary(timings, time.perf_counter() - began, share[0] if share else None))
+    return result
+
+
+def _share(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
+    """Return rank and world size, asked of the process group where they were not given; None: everything."""
+    if rank is None or world_size is None:
+        torch = sys.modules.get("torch")  # without it there is no process group to ask
+        group = torch.distributed if torch is not None else None
+        if group is None or not group.is_available() or not group.is_initialized():
+            _LOG.warning(
+                "shard_data is on, but rank or world_size is missing and there is no process group to ask: every "
+                "process loads everything. Pass both, or start the process group first."
+            )
+            return None
+        rank = group.get_rank() if rank is None else rank
+        world_size = group.get_world_size() if world_size is None else world_size
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ConfigError(
+            f"rank {rank} of world size {world_size} does not exist, so its share would be empty or another's; "
+            "ranks count from 0 to world size - 1."
+        )
+    return (rank, world_size) if world_size > 1 else None
+
+
+def _read_all(catalog: Catalog, ledger: Ledger) -> list[dict[str, Any]]:
+    examples = []
+    for index in range(len(catalog)):
+        ledger.saw()
+        try:
+            record = catalog.read(index)
+        except BadSampleError as error:
+            where = catalog.origin(index)
+            bad = BadSample(
+                source=catalog.name, sample=where, stage=error.stage, reason=error.reason, detail=str(error)
+            )
+            if ledger.num_bad < _SHOWN_BAD:
+                _LOG.warning("%s", error)
+            ledger.add(bad)
+            continue
+        examples.append({"conversation": record.conversation, **record.extras})
+    return examples
+
+
+def _warn(timing: SourceTiming) -> None:
+    """Say once per dataset what makes its numbers less than exact."""
+    num_estimated = timing.stats["n_missing_text_tokens"]
+    if num_estimated:
+        _LOG.warning(
+            "dataset '%s': %d of %d samples have no _text_tokens; their text is estimated at a token per 3 characters.",
+            timing.name, num_estimated, timing.num_samples,
+        )  # fmt: skip
+    num_unsized = timing.stats["n_missing_mm_inputs_meta"]
+    if num_unsized:
+        _LOG.warning(
+            "dataset '%s': %d of %d samples have media without mm_inputs_meta; each medium is estimated at 500 tokens.",
+            timing.name, num_unsized, timing.num_samples,
+        )  # fmt: skip
+    if timing.num_bad:
+        _LOG.warning(
+            "dataset '%s': %d samples are bad and left out; their reasons are in the ledger of the result.",
+            timing.name, timing.num_bad,
+        )  # fmt: skip
+
+
+def _warn_kept(name: str, examples: Iterable[Mapping[str, Any]]) -> None:
+    """Count what `keep` left out, by reason."""
+    notes = [example[MISMATCHES_KEY] for example in examples if MISMATCHES_KEY in example]
+    if notes:
+        reasons = Counter(note.partition(":")[0] for kept in notes for note in kept)
+        counts = ", ".join(f"{reason} {num}" for reason, num in reasons.most_common())
+        _LOG.warning("dataset '%s': %d samples are kept without what does not map (%s).", name, len(notes), counts)
