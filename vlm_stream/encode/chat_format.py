@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from vlm_stream.conversation import Conversation
 
-__all__ = ["STOP_TOKENS", "ChatFormat", "chat_format", "render_template", "tokenizer_of"]
+__all__ = ["STOP_TOKENS", "ChatFormat", "Rendered", "chat_format", "render_chat", "render_template", "tokenizer_of"]
 
 STOP_TOKENS: Final = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<turn|>")
 """Tokens that end a turn wherever a vocabulary has them; the tokenizer's own end token comes on top."""
@@ -38,6 +38,10 @@ class ChatFormat:
 
     header: str
     """What opens an answer, such as `<|im_start|>assistant` and a newline; empty when it could not be learned."""
+    header_pattern: re.Pattern[str] | None
+    """Finds the headers in a rendered text, without their last blanks."""
+    closing: str
+    """What the template writes after the last answer."""
     chat_ids: dict[str, int]
     """Tokens that the template writes around turns; in a rendered text they divide one piece from the next."""
     stop_ids: frozenset[int]
@@ -81,6 +85,32 @@ def template_of(processor: Any) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """What a template wrote for one conversation."""
+
+    text: str
+    spans: list[tuple[int, int | None]] | None = None
+    """Begin and end of each answer in characters, where the template marks them itself; None where it does not."""
+
+
+def render_chat(processor: Any, chat: ChatFormat, conversation: Conversation, **kwargs: Any) -> Rendered:
+    """Render one conversation, with the spans of the answers if the template has `{% generation %}`."""
+    if not chat.has_generation_tags:
+        return Rendered(render_template(processor, conversation, **kwargs))
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    names = {key: value for key, value in tokenizer_of(processor).special_tokens_map.items() if isinstance(value, str)}
+    render: Any = render_jinja_template  # returns texts and spans, whatever its annotation says
+    texts, spans = render(
+        conversations=[conversation],
+        chat_template=template_of(processor),
+        return_assistant_tokens_mask=True,
+        **{**names, **kwargs},
+    )
+    return Rendered(texts[0], [(int(begin), int(end)) for begin, end in spans[0]])
+
+
 def render_template(processor: Any, conversation: Conversation, **kwargs: Any) -> str:
     """Render one conversation to text with the processor's template, or with its tokenizer's if it has none."""
     owner = processor if getattr(processor, "chat_template", None) is not None else tokenizer_of(processor)
@@ -108,6 +138,8 @@ def _learn(processor: Any, template: str | None) -> ChatFormat:
         control = control | {header.strip()}
     return ChatFormat(
         header=header,
+        header_pattern=_header_pattern(header, chat),
+        closing=scaffold[-1],
         chat_ids={token: added[token] for token in chat},
         stop_ids=frozenset(added[token] for token in stops),
         control=_alternation(control),
@@ -145,6 +177,20 @@ def _scaffold(processor: Any, form: ContentForm, added: dict[str, int]) -> tuple
     return header, scaffold
 
 
+def _header_pattern(header: str, chat: Iterable[str]) -> re.Pattern[str] | None:
+    """Return what finds headers; one that names its role in plain text may follow any chat token."""
+    solid = header.rstrip()
+    if not solid:
+        return None
+    before = next((token for token in chat if solid.startswith(token)), "")
+    rest = solid[len(before) :]
+    is_named_after_turn = before and rest.lstrip() != rest  # blanks after the token: it closed the turn before
+    if not is_named_after_turn:
+        return re.compile(re.escape(solid))
+    tokens = "|".join(map(re.escape, sorted(chat, key=len, reverse=True)))
+    return re.compile(rf"(?:{tokens})\s*{re.escape(rest.lstrip())}")
+
+
 def _other_role(processor: Any, form: ContentForm, role: str) -> list[str]:
     roles = [(role, _USER[1])] if role == "system" else []
     turns = [*roles, ("user", _USER[0]), ("assistant", _ANSWER[0]), *([] if roles else [(role, _USER[1])])]
@@ -159,8 +205,9 @@ def _chat(form: ContentForm, *turns: tuple[str, str]) -> Conversation:
 
 def _content_form(processor: Any) -> ContentForm:
     shows = {}
-    for form in ("list", "string"):
-        text = _try_render(processor, _chat(form, ("user", _USER[0]), ("assistant", _ANSWER[0])))  # type: ignore[arg-type]
+    forms: tuple[ContentForm, ContentForm] = ("list", "string")
+    for form in forms:
+        text = _try_render(processor, _chat(form, ("user", _USER[0]), ("assistant", _ANSWER[0])))
         shows[form] = text.count(_ANSWER[0]) == 1 and "'type'" not in text
     if shows["list"]:
         return "both" if shows["string"] else "list"

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from vlm_stream.encode.chat_format import ChatFormat, chat_format, render_template, tokenizer_of
+from vlm_stream.encode.chat_format import ChatFormat, Rendered, chat_format, render_chat, tokenizer_of
 from vlm_stream.encode.config import EncodeConfig
 from vlm_stream.encode.fake_image import has_media, inject_fake_image, mask_vision_tokens
 from vlm_stream.encode.fit_length import fit_length
 from vlm_stream.encode.labels import IGNORE, label_answers, wants_training
 from vlm_stream.encode.load_media import LoadedMedia, audio_rate_of, load_media, processor_reads
+from vlm_stream.encode.marker_scan import build_labels_from_template
 from vlm_stream.encode.media_tokens import check_media_tokens
 from vlm_stream.encode.typed_markers import TypedMarkers, disguise, splice_plain
 from vlm_stream.errors import BadSampleError, VlmStreamError
@@ -76,28 +77,31 @@ class Encoder:
             ) from error
 
     def _encode(self, conversation: Conversation, loaded: LoadedMedia, is_faked: bool) -> dict[str, Any]:
-        text, markers = self.render(conversation)
-        sample = call_processor(self.processor, text, loaded, self.config.processor_kwargs)
+        rendered, markers = self.render(conversation)
+        sample = call_processor(self.processor, rendered.text, loaded, self.config.processor_kwargs)
         if markers is not None:
-            _splice(self.processor, sample, text, markers)
-        ids = sample["input_ids"].numpy()
-        sample["labels"] = _as_tensor(label_answers(self.processor, self.chat, text, ids, wants_training(conversation)))
+            _splice(self.processor, sample, rendered.text, markers)
+        sample["labels"] = self._label(conversation, rendered, sample["input_ids"])
         if self.config.max_length is not None:
             sample = fit_length(self.processor, sample, self.config.max_length, self.config.overlong)
         check_media_tokens(self.processor, sample["input_ids"], sample)
         if not self.config.allow_unlabelled and bool((sample["labels"] == IGNORE).all()):
             raise BadSampleError("encode", "no_labels", "No token of the sample is to be learned: no answer is left.")
         if is_faked:
-            sample["attention_mask"] = mask_vision_tokens(
-                self.processor, sample["input_ids"], sample["attention_mask"]
-            )
+            sample["attention_mask"] = mask_vision_tokens(self.processor, sample["input_ids"], sample["attention_mask"])
         return sample
 
-    def render(self, conversation: Conversation) -> tuple[str, TypedMarkers | None]:
-        """Return the text that the chat template writes, typed control strings replaced."""
+    def _label(self, conversation: Conversation, rendered: Rendered, ids: torch.Tensor) -> torch.Tensor:
+        if rendered.spans is None and not self.chat.header:
+            return build_labels_from_template(ids[None], [conversation], self.processor)[0]
+        train = wants_training(conversation)
+        return _as_tensor(label_answers(self.processor, self.chat, rendered, ids.numpy(), train))
+
+    def render(self, conversation: Conversation) -> tuple[Rendered, TypedMarkers | None]:
+        """Return what the chat template writes, typed control strings replaced."""
         conversation = shape_content(conversation, self.chat)
         conversation, markers = disguise(conversation, self.chat)
-        return render_template(self.processor, conversation, **self.config.template_kwargs), markers
+        return render_chat(self.processor, self.chat, conversation, **self.config.template_kwargs), markers
 
 
 def shape_content(conversation: Conversation, chat: ChatFormat) -> Conversation:
@@ -108,13 +112,18 @@ def shape_content(conversation: Conversation, chat: ChatFormat) -> Conversation:
             for m in conversation
         ]
     if chat.content_form == "string":
-        return [{**m, "content": _join_text(m["content"])} if isinstance(m.get("content"), list) else m for m in conversation]
+        return [
+            {**m, "content": _join_text(m["content"])} if isinstance(m.get("content"), list) else m
+            for m in conversation
+        ]
     return conversation
 
 
 def _join_text(content: list[dict[str, Any]]) -> str:
     if any(item.get("type") != "text" for item in content):
-        raise BadSampleError("encode", "no_media_in_template", "The chat template takes plain text, the turn has media.")
+        raise BadSampleError(
+            "encode", "no_media_in_template", "The chat template takes plain text, the turn has media."
+        )
     return "".join(item["text"] for item in content)
 
 
@@ -128,11 +137,23 @@ def call_processor(processor: Any, text: str, loaded: LoadedMedia, options: Mapp
         kwargs["images"] = [loaded.images]
     if loaded.videos:
         kwargs["videos"] = [[video.frames for video in loaded.videos]]
-        kwargs |= {"do_sample_frames": False, "video_metadata": loaded.video_metadata()}
+        kwargs |= {"do_sample_frames": False, "video_metadata": _metadata_for(processor, loaded)}
     if loaded.audios:
         kwargs |= {"audio": loaded.audios, "sampling_rate": audio_rate_of(processor)}
     out = processor(text=[text], **kwargs)
     return {key: value[0] if key in SEQUENCE_KEYS else value for key, value in out.items()}
+
+
+def _metadata_for(processor: Any, loaded: LoadedMedia) -> Any:
+    """Return the metadata in the form that the processor's class takes: a list, or one object for its one video."""
+    metadata = loaded.video_metadata()
+    if not type(processor).__name__.startswith("NemotronH"):
+        return metadata
+    if len(metadata) > 1:
+        raise BadSampleError("encode", "too_many_videos", f"{type(processor).__name__} takes one video per sample.")
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(**metadata[0])
 
 
 def _splice(processor: Any, sample: dict[str, Any], text: str, markers: TypedMarkers) -> None:

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 
     from vlm_stream.conversation import Conversation
 
-__all__ = ["FAKE_IMAGE_NAME", "FAKE_IMAGE_SIZE", "has_media", "inject_fake_image", "make_fake_image", "mask_vision_tokens"]
+__all__ = [
+    "FAKE_IMAGE_NAME",
+    "FAKE_IMAGE_SIZE",
+    "has_media",
+    "inject_fake_image",
+    "make_fake_image",
+    "mask_vision_tokens",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -94,14 +94,21 @@ def splice_plain(
 
 
 def _find_piece(tokenizer: Any, piece: str, ids: npt.NDArray[np.int64], cursor: int) -> tuple[int, int]:
-    for form in (piece, piece.lstrip(), piece.rstrip(), piece.strip()):  # some control tokens swallow blanks beside them
+    for form in (
+        piece,
+        piece.lstrip(),
+        piece.rstrip(),
+        piece.strip(),
+    ):  # some control tokens swallow blanks beside them
         pattern = _encode(tokenizer, form)
         windows = np.lib.stride_tricks.sliding_window_view(ids, len(pattern)) if len(pattern) <= len(ids) else ids[:0]
-        hits = np.flatnonzero((windows[cursor:] == pattern).all(axis=-1)) if len(windows) else []
+        hits: Any = np.flatnonzero((windows[cursor:] == pattern).all(axis=-1)) if len(windows) else []
         if len(hits):
             return cursor + int(hits[0]), cursor + int(hits[0]) + len(pattern)
     raise BadSampleError(
-        "encode", "typed_markers", "A text holds control tokens and this tokenizer does not let them be written as text."
+        "encode",
+        "typed_markers",
+        "A text holds control tokens and this tokenizer does not let them be written as text.",
     )
 
 

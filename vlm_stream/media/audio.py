@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vlm_stream.errors import BadSampleError, MissingExtraError
@@ -64,7 +65,7 @@ def resample_audio(mono: npt.NDArray[np.float32], own_rate: int, rate: int) -> n
     if own_rate == rate:
         return mono
     try:
-        import soxr
+        soxr = import_module("soxr")
     except ImportError as error:
         raise MissingExtraError("soxr", "audio", f"Resampling audio from {own_rate} to {rate} Hz") from error
     resampled: npt.NDArray[np.float32] = soxr.resample(mono, own_rate, rate)
@@ -77,8 +78,6 @@ def _source(data: AudioData) -> Any:
 
 def _soundfile() -> ModuleType:
     try:
-        import soundfile
+        return import_module("soundfile")
     except ImportError as error:
         raise MissingExtraError("soundfile", "audio", "Reading audio") from error
-    module: ModuleType = soundfile
-    return module

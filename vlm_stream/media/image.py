@@ -31,7 +31,7 @@ class ImageConfig:
     max_pixels: int = 89_478_485
     """Larger images are bad samples: decoding them would take the worker's memory. Pillow's own limit."""
     exif_rotate: bool = False
-    """Turn the image as its EXIF orientation says. Off, as in the processors themselves; the index holds stored sizes."""
+    """Turn the image as its EXIF orientation says. Off, as in the processors; the index holds stored sizes."""
     draft: Callable[[int, int], tuple[int, int]] | None = None
     """(height, width) -> the size that the processor will resize to. When given, a JPEG is decoded at 1/2, 1/4 or 1/8
     of its size if that is still at least the target and leads to the same target; pixels then differ slightly."""

@@ -7,6 +7,7 @@ a forked worker opens its own, because an LMDB environment must not cross a fork
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import BadSampleError, MissingExtraError
@@ -26,7 +27,7 @@ def read_lmdb(name: str | Path) -> bytes:
     if not separator or not path or not key:
         raise BadSampleError("convert", "bad_path", f"'{name}' does not name an LMDB entry (path::key).")
     try:
-        import lmdb
+        lmdb = import_module("lmdb")
     except ImportError as error:
         raise MissingExtraError("lmdb", "lmdb", f"Reading '{name}'") from error
     place = (os.getpid(), path)

@@ -54,7 +54,7 @@ class DecodedVideo:
 
 
 def probe_video(data: VideoData, backend: VideoBackend = "auto") -> VideoInfo:
-    """Return the facts without decoding pictures; raise `BadSampleError` when it is not a video."""
+    """Return the facts, or raise `BadSampleError`; one picture is decoded: only pictures say how they are turned."""
     with open_video(data, choose_backend(backend), stage="convert") as video:
         return VideoInfo(*video.facts())
 

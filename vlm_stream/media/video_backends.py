@@ -1,20 +1,21 @@
 """The three libraries that decode videos, behind one small face: facts, then frames by index.
 
 A backend counts frames by walking the file's packets (containers lie about their number), and turns pictures as the
-file's display matrix says, so that all of them agree on the frames and on their order. Nothing but `video.py` uses this.
+file's display matrix says, so that all of them agree on the frames and on their order. Only `video.py` uses this.
 """
 
 from __future__ import annotations
 
 import io
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from vlm_stream.errors import BadSampleError, ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -63,7 +64,7 @@ def open_video(data: VideoData, backend: str, stage: str) -> Iterator[OpenVideo]
     """Open one video; whatever the library raises on damaged bytes becomes a `BadSampleError` of that stage."""
     video: OpenVideo | None = None
     try:
-        video = {"decord": _Decord, "av": _Av, "torchcodec": _TorchCodec}[backend](data)
+        video = _OPENERS[backend](data)
         yield video
     except (BadSampleError, ConfigError):
         raise
@@ -130,10 +131,10 @@ class _Av:
             if packet.is_keyframe:
                 self._keyframes.append(stamp)
         self._stamps = sorted(stamps)
-        self._turns = 0
+        self._first: npt.NDArray[np.uint8] | None = None
 
     def facts(self) -> Facts:
-        first = self._decode([0])[0]
+        self._first = first = self._decode([0])[0]
         rate = self._stream.average_rate or self._stream.guessed_rate
         duration = self._stream.duration
         seconds = float(duration * self._stream.time_base) if duration else 0.0
@@ -142,7 +143,8 @@ class _Av:
     def frames(self, indices: Sequence[int]) -> npt.NDArray[np.uint8]:
         import numpy as np
 
-        decoded = self._decode(sorted(set(indices)))
+        known = {} if self._first is None else {0: self._first}
+        decoded = known | self._decode(sorted(set(indices) - known.keys()))
         return np.stack([decoded[index] for index in indices])
 
     def _decode(self, wanted: list[int]) -> dict[int, npt.NDArray[np.uint8]]:
@@ -190,7 +192,7 @@ class _TorchCodec:
     """torchcodec, where FFmpeg's shared libraries are installed."""
 
     def __init__(self, data: VideoData) -> None:
-        from torchcodec.decoders import VideoDecoder
+        VideoDecoder = import_module("torchcodec.decoders").VideoDecoder  # noqa: N806
 
         source = bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else str(data)
         self._decoder = VideoDecoder(source, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="exact")
@@ -206,3 +208,6 @@ class _TorchCodec:
 
     def close(self) -> None:
         del self._decoder
+
+
+_OPENERS: Final[dict[str, Callable[[VideoData], OpenVideo]]] = {"decord": _Decord, "av": _Av, "torchcodec": _TorchCodec}
