@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", help="meta file, JSON array or JSON lines (.gz, .zst, URLs too)")
     parser.add_argument("out", help="folder or object-store URL of the dataset")
     parser.add_argument("--processor", metavar="NAME_OR_PATH", help="count text tokens exactly, with its chat template")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the processor bring its own code")
     parser.add_argument("--samples-per-shard", type=int, default=1000, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--max-shard-bytes",
@@ -96,6 +97,7 @@ def _options(args: argparse.Namespace) -> ShardOptions:
 
     return ShardOptions(
         processor=args.processor,
+        trust_remote_code=args.trust_remote_code,
         samples_per_shard=args.samples_per_shard,
         max_shard_bytes=args.max_shard_bytes,
         shuffle=args.shuffle,

@@ -17,8 +17,13 @@ from vlm_stream.commands.common import (
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
+
+    import numpy as np
+    import numpy.typing as npt
 
     from vlm_stream.shards import DatasetStats, Histogram
+    from vlm_stream.tokens import MediaColumns
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "bin_label", "overview", "run"]
 
@@ -36,6 +41,7 @@ _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("dataset", help="folder or URL of the dataset")
+    parser.add_argument("--processor", metavar="NAME_OR_PATH", help="also show lengths with media, for this processor")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots (one file, no scripts)")
     add_store_arguments(parser)
     add_output_arguments(parser)
@@ -45,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the statistics, or write them to a page."""
     from vlm_stream.shards import dataset_stats
 
-    stats = dataset_stats(args.dataset, store=store_options(args))
+    count = _token_counter(args.processor) if args.processor else None
+    stats = dataset_stats(args.dataset, store=store_options(args), count_tokens=count)
     if args.html is not None:
         from vlm_stream.commands.stats_page import render_page
 
@@ -60,6 +67,14 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         console.print(f"page: {args.html}", markup=False)
     return 0
+
+
+def _token_counter(processor: str) -> Callable[[MediaColumns], npt.NDArray[np.int64]]:
+    from vlm_stream.shards.counting import load_processor
+    from vlm_stream.tokens import Geometry, count_tokens
+
+    geometry = Geometry.from_processor(load_processor(processor))
+    return lambda columns: count_tokens(columns, geometry).tokens
 
 
 def overview(stats: DatasetStats) -> dict[str, str]:

@@ -26,7 +26,8 @@ h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; marg
 p { color: var(--soft); margin: 0 0 .6rem; font-size: .9rem; }
 table { border-collapse: collapse; } td { padding: .2rem 1rem .2rem 0; border-bottom: 1px solid var(--line); }
 td + td { text-align: right; font-variant-numeric: tabular-nums; }
-main { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 34rem), 1fr)); gap: 2rem; margin-top: 2rem; }
+main { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 34rem), 1fr)); gap: 2rem;
+       margin-top: 2rem; }
 svg { width: 100%; height: auto; } rect { fill: var(--bar); } text { fill: var(--soft); font-size: 11px; }
 line { stroke: var(--line); }
 """

@@ -108,7 +108,7 @@ def make_shards(
     options = options or ShardOptions()
     store = open_store(os.fspath(out), options.store)
     source = _open_input(input, options)
-    counter = open_counter(options.processor)
+    counter = open_counter(options.processor, trust_remote_code=options.trust_remote_code)
     parameters = job_parameters(source, options, counter.note)
     finished = _prepare_target(store, options, parameters)
     if finished is not None:
@@ -123,6 +123,7 @@ def make_shards(
         source=source,
         out=store.root,
         processor=options.processor,
+        trust_remote_code=options.trust_remote_code,
         confine_media=options.confine_media,
         store=options.store,
     )

@@ -1,7 +1,8 @@
-"""Text tokens of a sample: exact with a processor, estimated without.
+"""Text tokens of a sample: exact with a processor, estimated without; and whether the processor takes its media.
 
 Enters: the name of a processor, or None; then conversations with the sizes of their media. Leaves: counts, and the note
-for the manifest of how they came about. A processor is loaded once per process.
+for the manifest of how they came about. A processor is loaded once per process. How counting works is the business of
+`tokens`.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vlm_stream.conversation import iter_media
 from vlm_stream.errors import ConfigError
 from vlm_stream.shards.manifest import TokenCounting
+from vlm_stream.tokens import Geometry, TextCounter, check_media_sizes, guess_text_tokens
 
 if TYPE_CHECKING:
     from vlm_stream.conversation import Conversation
-    from vlm_stream.shards.rows import MediaSizes
+    from vlm_stream.tokens import MediaSizes
 
-__all__ = ["EstimatingCounter", "TextCounter", "open_counter"]
+__all__ = ["EstimatingCounter", "ExactCounter", "SampleCounter", "load_processor", "open_counter"]
 
 
-class TextCounter(Protocol):
+class SampleCounter(Protocol):
     """Counts the text tokens of samples."""
 
     @property
@@ -32,49 +34,97 @@ class TextCounter(Protocol):
     def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> int:
         """Return the tokens of one sample without its media, one for every media placeholder.
 
+        Args:
+            conversation: The sample.
+            sizes: Of its media.
+            known: What the record itself says of its text tokens, if anything.
+
         Raises:
-            BadSampleError: The processor refuses the sample.
+            BadSampleError: The processor would refuse the sample.
         """
         ...
 
 
 class EstimatingCounter:
-    """A third of the characters; what the record itself brings along is taken before that."""
+    """A third of the characters; a count that the record brings along goes before that."""
+
+    def __init__(self) -> None:
+        """Know only the limits that are common to all processors."""
+        self._geometry = Geometry.unknown()
 
     @property
     def note(self) -> TokenCounting:
         """Return that counts are estimates."""
         return TokenCounting(kind="estimated")
 
-    def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> int:  # noqa: ARG002
-        """Return `known` if it is a count, else characters // 3; and one for every media item."""
-        num_media = sum(1 for _ in iter_media(conversation))
+    def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> int:
+        """Return `known` and one for every medium if it is a count, else the guess."""
+        check_media_sizes(sizes, self._geometry)
         if isinstance(known, int) and not isinstance(known, bool) and known >= 0:
-            return known + num_media
-        return sum(map(_num_chars, conversation)) // 3 + num_media
+            return known + sum(1 for _ in iter_media(conversation))
+        return guess_text_tokens(conversation)
 
 
-def _num_chars(message: dict[str, Any]) -> int:
-    content = message["content"]
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(item["text"]) for item in content if item.get("type") == "text")
+class ExactCounter:
+    """The rendered chat template of one processor, tokenised."""
+
+    def __init__(self, name: str, processor: Any) -> None:
+        """Learn how the processor writes and what media it takes."""
+        self._counter = TextCounter(processor)
+        self._name = name
+
+    @property
+    def note(self) -> TokenCounting:
+        """Return which processor counts."""
+        import transformers
+
+        processor = self._counter.processor
+        return TokenCounting(
+            kind="exact" if self._counter.geometry.is_exact else "estimated",
+            processor=self._name,
+            processor_class=type(processor).__name__,
+            template_sha256=_template_digest(processor),
+            library=f"transformers {transformers.__version__}",
+        )
+
+    def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> int:  # noqa: ARG002
+        """Return the exact count."""
+        check_media_sizes(sizes, self._counter.geometry)
+        return self._counter.count(conversation, sizes)
 
 
 @cache
-def open_counter(processor: str | None) -> TextCounter:
-    """Return the counter for a processor's name or path; loaded once per process.
+def open_counter(processor: str | None, *, trust_remote_code: bool = False) -> SampleCounter:
+    """Return the counter for a processor's name or path, loaded once per process.
 
     Raises:
         ConfigError: There is no such processor.
     """
     if processor is None:
         return EstimatingCounter()
-    raise ConfigError(f"The processor '{processor}' cannot be loaded.")
+    return ExactCounter(processor, load_processor(processor, trust_remote_code=trust_remote_code))
+
+
+def load_processor(name: str, *, trust_remote_code: bool = False) -> Any:
+    """Load a transformers processor.
+
+    Raises:
+        ConfigError: There is no such processor.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)  # type: ignore[no-untyped-call]
+    except Exception as error:  # the hub's client, config parsers and remote code raise nearly anything
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"the processor '{name}' cannot be loaded ({first}), so nothing was counted. "
+            f"Give a name on the hub, or a folder that save_pretrained has written."
+        ) from error
 
 
 def _template_digest(processor: Any) -> str:
-    template = getattr(processor, "chat_template", None) or getattr(
-        getattr(processor, "tokenizer", None), "chat_template", None
-    )
-    return hashlib.sha256(str(template).encode()).hexdigest() if template else ""
+    """Return what identifies tokenizer text: the chat template, with the vocabulary's size."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(f"{template}\n{len(tokenizer)}".encode()).hexdigest()

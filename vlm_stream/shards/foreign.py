@@ -24,18 +24,19 @@ from vlm_stream.shards.index import decode_index, encode_index
 from vlm_stream.shards.layout import LEDGER, MANIFEST, index_name, split_member_name
 from vlm_stream.shards.manifest import Manifest, ShardEntry, load_manifest, save_manifest
 from vlm_stream.shards.object_reader import ObjectReader
-from vlm_stream.shards.rows import MediaSizes, MemberPlace, SampleRow
+from vlm_stream.shards.rows import MemberPlace, SampleRow
 from vlm_stream.shards.sample import measure_item
 from vlm_stream.shards.shard_task import ShardPart, is_local
 from vlm_stream.shards.tar import TarMember, iter_members
 from vlm_stream.shards.urls import expand_urls
 from vlm_stream.storage import open_store
+from vlm_stream.tokens import MediaSizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from vlm_stream.conversation import Conversation
-    from vlm_stream.shards.counting import TextCounter
+    from vlm_stream.shards.counting import SampleCounter
     from vlm_stream.storage import Store, StoreOptions
 
 __all__ = ["IndexOptions", "index_tars"]
@@ -182,7 +183,7 @@ class _Scan:
 
     name: str
     fields: FieldMap
-    counter: TextCounter
+    counter: SampleCounter
     rows: list[SampleRow] = field(default_factory=list)
     bad: list[BadSample] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
@@ -213,7 +214,7 @@ class _Scan:
         )
 
 
-def _to_row(key: str, group: list[tuple[str, TarMember]], fields: FieldMap, counter: TextCounter) -> SampleRow:
+def _to_row(key: str, group: list[tuple[str, TarMember]], fields: FieldMap, counter: SampleCounter) -> SampleRow:
     names = [extension for extension, _ in group]
     if len(set(names)) < len(names):
         raise BadSampleError("convert", "duplicate_member", f"the sample has two members of one name: {names}.")

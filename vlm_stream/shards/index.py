@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from vlm_stream.errors import DatasetError, NotFoundError
 from vlm_stream.shards.layout import index_name
 from vlm_stream.shards.manifest import ShardEntry, Totals
-from vlm_stream.shards.rows import AudioSize, ImageSize, MediaSizes, VideoSize
 from vlm_stream.shards.schema import index_schema
 from vlm_stream.storage.values import Member, Span
-from vlm_stream.tokens.columns import MediaColumns
+from vlm_stream.tokens import AudioSize, ImageSize, MediaColumns, MediaSizes, VideoSize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,18 +74,26 @@ class ShardIndex:
         return tuple(Member(name, offset, size) for name, (offset, size) in zip(names, places, strict=True))
 
     def sizes(self, row: int) -> MediaSizes:
-        """Return the sizes of one sample's media."""
+        """Return the sizes of one sample's media; which frames it names itself is in its JSON alone."""
         media = self.media
         image, video, audio = (
             slice(*splits[row : row + 2].tolist())
             for splits in (media.image_splits, media.video_splits, media.audio_splits)
         )
-        columns = (media.video_fps, media.video_seconds, media.video_picked)
-        rest = zip(*(column[video].tolist() for column in columns), strict=True)
+        videos = zip(
+            media.video_sizes[video].tolist(),
+            media.video_fps[video].tolist(),
+            media.video_seconds[video].tolist(),
+            media.video_picked[video].tolist(),
+            strict=True,
+        )
         return MediaSizes(
-            images=tuple(ImageSize(*size) for size in media.image_sizes[image].tolist()),
-            videos=tuple(VideoSize(*a, *b) for a, b in zip(media.video_sizes[video].tolist(), rest, strict=True)),
-            audios=tuple(AudioSize(*size) for size in media.audio_sizes[audio].tolist()),
+            images=tuple(ImageSize(height=h, width=w) for h, w in media.image_sizes[image].tolist()),
+            videos=tuple(
+                VideoSize(frames=n, height=h, width=w, fps=fps, seconds=seconds, picked=tuple(range(picked)))
+                for (n, h, w), fps, seconds, picked in videos
+            ),
+            audios=tuple(AudioSize(samples=n, rate=rate) for n, rate in media.audio_sizes[audio].tolist()),
         )
 
     def span(self, row: int) -> Span:
@@ -130,14 +137,9 @@ def encode_index(rows: Sequence[SampleRow]) -> bytes:
     import pyarrow as pa
 
     schema = index_schema()
-    values = {name: [_value(row, name) for row in rows] for name in schema.names}
-    return _write(
-        pa.table([pa.array(values[name], type=schema.field(name).type) for name in schema.names], schema=schema)
-    )
-
-
-def _value(row: SampleRow, name: str) -> Any:
-    return getattr(row.sizes if name in ("images", "videos", "audios") else row, name)
+    columns = zip(*(row.to_tuple() for row in rows), strict=True) if rows else [[] for _ in schema.names]
+    arrays = [pa.array(list(values), type=field.type) for values, field in zip(columns, schema, strict=True)]
+    return _write(pa.table(arrays, schema=schema))
 
 
 def _write(table: pa.Table) -> bytes:

@@ -21,6 +21,8 @@ class ShardOptions:
 
     processor: str | None = None
     """Name or path of a transformers processor: text tokens are then exact. None: a third of the characters."""
+    trust_remote_code: bool = False
+    """Let the processor bring code of its own from the hub."""
     samples_per_shard: int = 1000
     """Most records in one shard."""
     max_shard_bytes: int | None = None

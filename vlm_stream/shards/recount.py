@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from vlm_stream.conversation import iter_media
 from vlm_stream.errors import BadSampleError
 from vlm_stream.ledger import BadSample
 from vlm_stream.shards.counting import open_counter
@@ -19,14 +20,18 @@ from vlm_stream.shards.fields import is_text_member, to_conversation
 from vlm_stream.shards.index import decode_index, recounted_index
 from vlm_stream.shards.layout import index_name
 from vlm_stream.shards.manifest import load_manifest, save_manifest
+from vlm_stream.shards.sample import picked_frames
 from vlm_stream.storage import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vlm_stream.conversation import Conversation
     from vlm_stream.shards.fields import FieldMap
+    from vlm_stream.shards.index import ShardIndex
     from vlm_stream.shards.manifest import ShardEntry
     from vlm_stream.storage import StoreOptions
+    from vlm_stream.tokens import MediaSizes
 
 __all__ = ["RecountReport", "recount"]
 
@@ -78,7 +83,7 @@ class _Recounter:
             texts = {member.name: bytes(content) for member, content in zip(wanted, found, strict=True)}
             try:
                 conversation = to_conversation(self.fields, [member.name for member in members], texts)
-                counts[row] = counter.count(conversation, index.sizes(row))
+                counts[row] = counter.count(conversation, _sizes(index, row, conversation))
             except BadSampleError as error:
                 refused.append(_refused(shard.name, index.key(row), int(index.offset[row]), error))
         rewritten = recounted_index(data, counts)
@@ -86,6 +91,14 @@ class _Recounter:
         totals = replace(shard.totals, text_tokens=sum(counts))
         entry = replace(shard, totals=totals, index_sha256=hashlib.sha256(rewritten).hexdigest())
         return entry, sum(a != b for a, b in zip(before, counts, strict=True)), refused
+
+
+def _sizes(index: ShardIndex, row: int, conversation: Conversation) -> MediaSizes:
+    """Return the sizes of a sample's media, with the frames that its conversation names."""
+    sizes = index.sizes(row)
+    items = [item for item in iter_media(conversation) if item["type"] == "video"]
+    videos = zip(sizes.videos, items, strict=True)
+    return replace(sizes, videos=tuple(replace(v, picked=picked_frames(item, v.frames)) for v, item in videos))
 
 
 def _refused(shard: str, key: str, offset: int, error: BadSampleError) -> BadSample:

@@ -6,44 +6,12 @@ Enters: what the writer or the reader of a tar learned. Leaves: plain values in 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-__all__ = ["AudioSize", "ImageSize", "MediaSizes", "MemberPlace", "SampleRow", "VideoSize"]
+if TYPE_CHECKING:
+    from vlm_stream.tokens import MediaSizes
 
-
-class ImageSize(NamedTuple):
-    """An image as stored."""
-
-    height: int
-    width: int
-
-
-class VideoSize(NamedTuple):
-    """A video as stored."""
-
-    frames: int
-    height: int
-    width: int
-    fps: float
-    seconds: float
-    picked: int = 0
-    """Frames that the sample names itself; 0: the training rule samples."""
-
-
-class AudioSize(NamedTuple):
-    """A sound as stored."""
-
-    samples: int
-    rate: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MediaSizes:
-    """The sizes of one sample's media: an entry for each media item, in the order of the conversation."""
-
-    images: tuple[ImageSize, ...] = ()
-    videos: tuple[VideoSize, ...] = ()
-    audios: tuple[AudioSize, ...] = ()
+__all__ = ["MemberPlace", "SampleRow"]
 
 
 class MemberPlace(NamedTuple):
@@ -63,5 +31,20 @@ class SampleRow:
     size: int
     crc32c: int
     text_tokens: int
-    sizes: MediaSizes = MediaSizes()
-    members: tuple[MemberPlace, ...] = ()
+    sizes: MediaSizes
+    members: tuple[MemberPlace, ...]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Return the values in the order of the schema's columns and of their structs' fields."""
+        sizes = self.sizes
+        return (
+            self.key,
+            self.offset,
+            self.size,
+            self.crc32c,
+            self.text_tokens,
+            [(image.height, image.width) for image in sizes.images],
+            [(v.frames, v.height, v.width, v.fps, v.seconds, len(v.picked)) for v in sizes.videos],
+            [(audio.samples, audio.rate) for audio in sizes.audios],
+            self.members,
+        )

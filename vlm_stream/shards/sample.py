@@ -16,7 +16,7 @@ from vlm_stream.conversation import MEDIA_TYPES, iter_media
 from vlm_stream.errors import BadSampleError
 from vlm_stream.media import probe_audio, probe_image, probe_video
 from vlm_stream.shards.fields import MEDIA_EXTENSIONS
-from vlm_stream.shards.rows import AudioSize, ImageSize, MediaSizes, VideoSize
+from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vlm_stream.shards.media_bytes import MediaReader
     from vlm_stream.sources.record import Record
 
-__all__ = ["Sample", "build_sample", "measure_item", "sample_bytes_bound"]
+__all__ = ["Sample", "build_sample", "measure_item", "picked_frames", "sample_bytes_bound"]
 
 _MAGIC = (
     (0, b"\xff\xd8\xff", "jpg"),
@@ -105,27 +105,52 @@ def measure_item(item: Item, contents: Sequence[bytes]) -> ImageSize | VideoSize
     """Return the size of one media item from the header of its member, or members where it is a list of frames."""
     medium = item["type"]
     if medium == "image":
-        return ImageSize(*probe_image(contents[0]))
+        height, width = probe_image(contents[0])
+        return ImageSize(height=height, width=width)
     if medium == "audio":
         audio = probe_audio(contents[0])
-        return AudioSize(audio.samples, audio.rate)
+        return AudioSize(samples=audio.samples, rate=audio.rate)
     if isinstance(item["video"], list):
-        return _measure_frames(contents, item.get("fps"))
+        return _measure_frames(contents, item)
     video = probe_video(contents[0])
-    picked = item.get("frame_indices")
-    num_picked = len(picked) if isinstance(picked, (list, tuple)) else 0
-    return VideoSize(video.frames, video.height, video.width, video.fps, video.seconds, num_picked)
+    return VideoSize(
+        frames=video.frames,
+        height=video.height,
+        width=video.width,
+        fps=video.fps,
+        seconds=video.seconds,
+        picked=picked_frames(item, video.frames),
+    )
 
 
-def _measure_frames(contents: Sequence[bytes], fps: object) -> VideoSize:
+def picked_frames(item: Item, num_frames: int) -> tuple[int, ...]:
+    """Return the frames that a video item names itself: all of a frame list, its `frame_indices`, or none.
+
+    Frames beyond the clip are moved to its ends by the rule that reads them.
+
+    Raises:
+        BadSampleError: `frame_indices` are not frame numbers.
+    """
+    indices = item.get("frame_indices")
+    if indices is None:
+        return tuple(range(num_frames)) if isinstance(item["video"], list) else ()
+    if not isinstance(indices, list) or not indices or not all(type(index) is int for index in indices):
+        raise BadSampleError("convert", "frame_index", f"frame_indices are {str(indices)[:80]}, not frame numbers.")
+    return tuple(indices)
+
+
+def _measure_frames(contents: Sequence[bytes], item: Item) -> VideoSize:
     if not contents:
         raise BadSampleError("convert", "bad_video", "the video is an empty list of frames.")
     sizes = {probe_image(content) for content in contents}
     if len(sizes) > 1:
         raise BadSampleError("convert", "bad_video", f"the frames of a video differ in size: {sorted(sizes)}.")
+    fps = item.get("fps")
     rate = float(fps) if isinstance(fps, (int, float)) and fps > 0 else 0.0
     (height, width), count = sizes.pop(), len(contents)
-    return VideoSize(count, height, width, rate, count / rate if rate else 0.0, count)
+    seconds = count / rate if rate else 0.0
+    picked = picked_frames(item, count)
+    return VideoSize(frames=count, height=height, width=width, fps=rate, seconds=seconds, picked=picked)
 
 
 class _Members:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import BadSampleError
 from vlm_stream.ledger import BadSample
-from vlm_stream.shards.counting import TextCounter, open_counter
+from vlm_stream.shards.counting import SampleCounter, open_counter
 from vlm_stream.shards.index import decode_index, encode_index
 from vlm_stream.shards.layout import JOB_FOLDER, index_name, part_name, sample_key, shard_name
 from vlm_stream.shards.manifest import ShardEntry, Totals
@@ -60,6 +60,7 @@ class ShardContext:
     source: RecordSource
     out: str
     processor: str | None = None
+    trust_remote_code: bool = False
     confine_media: bool = False
     store: StoreOptions | None = None
 
@@ -93,7 +94,7 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
     """Write one shard and its index; return what the manifest has to know."""
     store = open_store(context.out, context.store)
     name = shard_name(task.number)
-    counter = open_counter(context.processor)
+    counter = open_counter(context.processor, trust_remote_code=context.trust_remote_code)
     reader = MediaReader(confine=context.confine_media, options=context.store)
     bad: list[BadSample] = []
     with _staged(store, name) as path:
@@ -122,7 +123,7 @@ def _add_record(
     source: RecordSource,
     number: int,
     reader: MediaReader,
-    counter: TextCounter,
+    counter: SampleCounter,
     bad: list[BadSample],
 ) -> None:
     """Append one record to the shard, or note why not."""

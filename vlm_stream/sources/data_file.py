@@ -19,7 +19,7 @@ from vlm_stream.sources.scan_lines import scan_lines
 if TYPE_CHECKING:
     from vlm_stream.sources.spans import RecordSpans
 
-__all__ = ["DataFile", "first_bytes", "holds_lines"]
+__all__ = ["DataFile", "FileCache", "first_bytes", "holds_lines"]
 
 _LOG = logging.getLogger(__name__)
 _BOM = b"\xef\xbb\xbf"
@@ -31,9 +31,9 @@ _BLANKS = b" \t\r\n"
 class DataFile:
     """The raw examples of one file by number."""
 
-    def __init__(self, path: str, *, spill_dir: str | None = None) -> None:
+    def __init__(self, file: LocalFile | str) -> None:
         """Scan the file once; `.jsonl` and `.ndjson` hold a record per line, anything else is told by its beginning."""
-        self.file = LocalFile(path, spill_dir=spill_dir)
+        self.file = file if isinstance(file, LocalFile) else LocalFile(file)
         self.path = self.file.path
         self.spans: RecordSpans = _scan(self.file)
 
@@ -56,6 +56,28 @@ class DataFile:
                 error.reason,
                 f"{self.where(number)}: {error}. The sample is left out; mend or delete it.",
             ) from None
+
+
+class FileCache:
+    """Files that were made local or scanned already: entries may share one, and looking at an input opens it."""
+
+    def __init__(self, spill_dir: str | None = None) -> None:
+        """Start empty; `spill_dir` is where compressed and remote files are unpacked."""
+        self._spill_dir = spill_dir
+        self._local: dict[str, LocalFile] = {}
+        self._scanned: dict[str, DataFile] = {}
+
+    def local(self, path: str) -> LocalFile:
+        """Return the plain bytes of a file."""
+        if path not in self._local:
+            self._local[path] = LocalFile(path, spill_dir=self._spill_dir)
+        return self._local[path]
+
+    def scanned(self, path: str) -> DataFile:
+        """Return the examples of a file."""
+        if path not in self._scanned:
+            self._scanned[path] = DataFile(self.local(path))
+        return self._scanned[path]
 
 
 def first_bytes(file: LocalFile) -> tuple[int, bytes]:

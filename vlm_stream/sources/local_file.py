@@ -21,13 +21,13 @@ from vlm_stream.errors import MissingExtraError, SourceError
 from vlm_stream.sources.media_path import is_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import BinaryIO
 
 __all__ = ["LocalFile", "plain_name"]
 
 _LOG = logging.getLogger(__name__)
-_COPY_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 16  # small, because packed bytes may stand for thousands of times as many
 
 
 class LocalFile:
@@ -97,6 +97,7 @@ class LocalFile:
             self._spill, self._owner = _spill(self.path, self._spill_dir, self)
         try:
             self._descriptor = os.open(self._spill or self.path, os.O_RDONLY)
+            os.pread(self._descriptor, 1, 0)  # a folder opens, but does not read
         except OSError as error:
             raise _unreadable(self.path, error) from error
 
@@ -113,25 +114,40 @@ def _unreadable(path: str, error: OSError) -> SourceError:
     )
 
 
-def _decompressor(path: str) -> Callable[[BinaryIO], BinaryIO] | None:
+def _decompressor(path: str) -> Callable[[BinaryIO], Iterator[bytes]] | None:
     if path.endswith(".gz"):
-        return _gzip
+        return _gunzip
     if path.endswith(".zst"):
-        return _zstd
+        return _unzstd
     return None
 
 
-def _gzip(raw: BinaryIO) -> BinaryIO:
-    return cast("BinaryIO", gzip.GzipFile(fileobj=raw))
+def _pieces(raw: BinaryIO) -> Iterator[bytes]:
+    while piece := raw.read(_PIECE_BYTES):
+        yield piece
 
 
-def _zstd(raw: BinaryIO) -> BinaryIO:
+def _gunzip(raw: BinaryIO) -> Iterator[bytes]:
+    yield from _pieces(cast("BinaryIO", gzip.GzipFile(fileobj=raw)))
+
+
+def _unzstd(raw: BinaryIO) -> Iterator[bytes]:
+    """Yield the plain bytes of one or more frames. The package's own reader takes a cut frame for a finished one."""
     try:
         import zstandard
     except ImportError:
         raise MissingExtraError("zstandard", "zstd", "Reading .zst files") from None
-    # Files written by several writers are several frames after each other.
-    return cast("BinaryIO", zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+    frame = None
+    try:
+        for data in _pieces(raw):
+            while data:
+                frame = zstandard.ZstdDecompressor().decompressobj() if frame is None or frame.eof else frame
+                yield frame.decompress(data)
+                data = frame.unused_data if frame.eof else b""
+    except zstandard.ZstdError as error:
+        raise zlib.error(str(error)) from None
+    if frame is not None and not frame.eof:
+        raise EOFError("the last frame does not end")
 
 
 def _spill(path: str, spill_dir: str | None, owner: LocalFile) -> tuple[Path, weakref.finalize[..., Any]]:
@@ -142,17 +158,15 @@ def _spill(path: str, spill_dir: str | None, owner: LocalFile) -> tuple[Path, we
     decompress = _decompressor(path)
     try:
         with _open_raw(path) as raw, target.open("wb") as out:
-            shutil.copyfileobj(decompress(raw) if decompress else raw, out, _COPY_BYTES)
+            out.writelines(decompress(raw) if decompress else _pieces(raw))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         finalizer()
         raise _damaged(path, error) from error
     except OSError as error:
         finalizer()
         raise _unreadable(path, error) from error
-    except Exception as error:
+    except BaseException:
         finalizer()
-        if type(error).__name__ == "ZstdError":  # the class is not importable without the package
-            raise _damaged(path, error) from error
         raise
     _LOG.info("%s: %d plain bytes in %s", path, target.stat().st_size, folder)
     return target, finalizer

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["make_llava_onevision_dataset", "make_unimm_chat_dataset"]
 
 _ROLES: Final = {"human": "user", "gpt": "assistant"}
+_UNSEEN: Final = "surplus_media: the row has an image, but no turn shows <image>"
 _IMAGE = re.compile(r"<image\s*>", re.IGNORECASE)
 
 
@@ -53,15 +54,17 @@ def make_llava_onevision_dataset(
 
 def _unimm(row: Mapping[str, Any], _: int) -> dict[str, Any]:
     image = media_item("image", row["image"])
-    conversation, skipped = [], []
+    conversation, notes, shown = [], [], False
     for number, role, text in _turns(row["conversation"]):
         if role == "user":
-            conversation.append(turn("user", *(_around_images(text, image) or [image])))
+            items = _around_images(text, image) or [image]
+            shown = shown or any(item["type"] == "image" for item in items)
+            conversation.append(turn("user", *items))
         elif role == "assistant":
             conversation.append(turn("assistant", text_item(text.strip())))
         else:
-            skipped.append(_skipped(number, role))
-    return _example(conversation, skipped)
+            notes.append(_skipped(number, role))
+    return _example(conversation, notes if shown else [*notes, _UNSEEN])
 
 
 def _around_images(text: str, image: Item) -> list[Item]:
@@ -76,7 +79,7 @@ def _around_images(text: str, image: Item) -> list[Item]:
 
 
 def _llava(row: Mapping[str, Any], _: int) -> dict[str, Any]:
-    conversation, notes, shown = [], [], 0
+    conversation, notes, shown = [], [], False
     for number, role, text in _turns(row["conversations"]):
         if role not in ("user", "assistant"):
             notes.append(_skipped(number, role))
@@ -84,10 +87,10 @@ def _llava(row: Mapping[str, Any], _: int) -> dict[str, Any]:
         items = [text_item(_IMAGE.sub("", text).strip())] if role == "user" else [text_item(text)]
         if role == "user" and _IMAGE.search(text):
             items.insert(0, media_item("image", row["image"]))
-            shown += 1
+            shown = True
         conversation.append(turn(role, *items))
     if row["image"] is not None and not shown:
-        notes.append("surplus_media: the row has an image, but no turn shows <image>")
+        notes.append(_UNSEEN)
     return _example(conversation, notes)
 
 

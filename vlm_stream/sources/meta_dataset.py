@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.ledger import BadSample, Ledger
+from vlm_stream.sources.data_file import FileCache
 from vlm_stream.sources.mismatch import MISMATCHES_KEY, OnMismatch, check_policy
 from vlm_stream.sources.open_source import open_entry, read_entries
 from vlm_stream.sources.ratio import rank_share
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from vlm_stream.sources.catalog import Catalog
-    from vlm_stream.sources.data_file import DataFile
 
 __all__ = ["ExamplesWithStats", "MetaDatasetConfig", "make_meta_dataset"]
 
@@ -115,11 +115,11 @@ def make_meta_dataset(
     began = time.perf_counter()
     result = ExamplesWithStats()
     timings: list[SourceTiming] = []
-    files: dict[str, DataFile] = {}
+    files = FileCache()
     num_dealt = 0
-    for entry in read_entries(str(path_or_dataset), names=dataset_names):
+    for entry in read_entries(str(path_or_dataset), files, names=dataset_names):
         start = time.perf_counter()
-        catalog = open_entry(entry, files, on_mismatch=on_mismatch)
+        catalog = open_entry(entry, files, on_mismatch)
         num_records = len(catalog)
         if share:
             catalog.order = rank_share(catalog.order, num_records, *share, begin=num_dealt)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from vlm_stream.errors import SourceError
 from vlm_stream.sources.catalog import Catalog
-from vlm_stream.sources.data_file import DataFile, first_bytes, holds_lines
+from vlm_stream.sources.data_file import FileCache, first_bytes, holds_lines
 from vlm_stream.sources.form import ShareGptForm
 from vlm_stream.sources.group import SourceGroup
-from vlm_stream.sources.local_file import LocalFile, plain_name
+from vlm_stream.sources.local_file import plain_name
 from vlm_stream.sources.meta import MetaEntry, parse_meta
 from vlm_stream.sources.mismatch import OnMismatch, check_policy
 from vlm_stream.sources.ratio import sample_order
@@ -53,19 +53,15 @@ def open_source(
     check_policy(on_mismatch)
     path = str(path)
     bare = ShareGptForm.from_dicts(columns, tags, media_dir)
-    entries = read_entries(path, names=names, bare=bare, spill_dir=spill_dir)
-    files: dict[str, DataFile] = {}
-    catalogs = [open_entry(entry, files, on_mismatch=on_mismatch, spill_dir=spill_dir) for entry in entries]
+    files = FileCache(spill_dir)
+    entries = read_entries(path, files, names=names, bare=bare)
+    catalogs = [open_entry(entry, files, on_mismatch) for entry in entries]
     return SourceGroup(catalogs, name=_stem(path))
 
 
-def open_entry(
-    entry: MetaEntry, files: dict[str, DataFile], *, on_mismatch: OnMismatch = "drop", spill_dir: str | None = None
-) -> Catalog:
-    """Return the records of one entry; `files` remembers what is scanned already, for entries that share a file."""
-    if entry.path not in files:
-        files[entry.path] = DataFile(entry.path, spill_dir=spill_dir)
-    data = files[entry.path]
+def open_entry(entry: MetaEntry, files: FileCache, on_mismatch: OnMismatch = "drop") -> Catalog:
+    """Return the records of one entry, in the order that its ratio gives."""
+    data = files.scanned(entry.path)
     try:
         order = sample_order(len(data), entry.sample_ratio)
     except SourceError as error:
@@ -74,11 +70,11 @@ def open_entry(
 
 
 def read_entries(
-    path: str, *, names: Iterable[str] | None = None, bare: ShareGptForm | None = None, spill_dir: str | None = None
+    path: str, files: FileCache, *, names: Iterable[str] | None = None, bare: ShareGptForm | None = None
 ) -> list[MetaEntry]:
     """Return the entries of a meta file; a bare data file is one entry named after the file."""
     bare = bare or ShareGptForm()
-    file = LocalFile(path, spill_dir=spill_dir)
+    file = files.local(path)
     _, head = first_bytes(file)
     if not head.lstrip().startswith(b"{") or holds_lines(file, head):
         if names is not None:

@@ -7,8 +7,11 @@ safe.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from vlm_stream.errors import MissingExtraError, VlmStreamError
@@ -52,6 +55,7 @@ class RayEngine:
     def _run(self, ray: Any, function: Callable[[T], R], source: Iterator[T]) -> Iterator[R]:
         call = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(_call)
         shared = ray.put(function)  # once for the cluster: it may carry a catalog of records
+        folder = str(Path.cwd())
         running: dict[Any, T] = {}
         try:
             while True:
@@ -60,7 +64,7 @@ class RayEngine:
                         task = next(source)
                     except StopIteration:
                         break
-                    running[call.remote(shared, task)] = task
+                    running[call.remote(shared, task, folder)] = task
                 if not running:
                     return
                 for reference in ray.wait(list(running), num_returns=1)[0]:
@@ -83,5 +87,8 @@ class RayEngine:
             ) from error
 
 
-def _call(function: Callable[[Any], Any], task: Any) -> Any:
+def _call(function: Callable[[Any], Any], task: Any, folder: str) -> Any:
+    """Run one task where the job was started, so that relative paths mean the same (where that folder exists)."""
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
     return function(task)

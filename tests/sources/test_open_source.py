@@ -1,0 +1,424 @@
+"""From files to records: meta files, bare files, compression, other processes, and everything that is broken."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import json
+import multiprocessing
+import pickle
+import random
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from vlm_stream.errors import BadSampleError, ConfigError, MissingExtraError, SourceError
+from vlm_stream.sources import SourceGroup, open_source, rank_share, sample_order
+
+
+def sample(name: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": name}, {"role": "assistant", "content": "A"}], **more}
+
+
+def samples(num: int) -> list[dict[str, Any]]:
+    return [sample(f"Q{i}") for i in range(num)]
+
+
+def lines(values: list[Any]) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def questions(source: SourceGroup) -> list[str]:
+    return [source.read(i).conversation[0]["content"][0]["text"] for i in range(len(source))]
+
+
+def write_meta(folder: Path, **entries: Any) -> str:
+    path = folder / "meta.json"
+    path.write_text(json.dumps(entries), encoding="utf-8")
+    return str(path)
+
+
+def test_meta_file_with_three_datasets(tmp_path: Path):
+    (tmp_path / "b.jsonl").write_text("\n" + lines([sample("B0", id="own"), sample("B1", id=7)]), encoding="utf-8")
+    (tmp_path / "a.json").write_text(json.dumps(samples(3), indent=2), encoding="utf-8")
+    (tmp_path / "sub").mkdir()
+    turns = [{"from": "human", "value": "<image>C0 é漢"}, {"from": "gpt", "value": "x"}]
+    (tmp_path / "sub" / "c.json").write_text(
+        json.dumps([{"conversations": turns, "images": "1.jpg"}], ensure_ascii=False), encoding="utf-8"
+    )
+    tags = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
+    meta = write_meta(
+        tmp_path,
+        zeta={"file_name": "b.jsonl"},
+        alpha={"file_name": str(tmp_path / "a.json"), "media_dir": "/data"},
+        chat={"file_name": "sub/c.json", "media_dir": "pics", "columns": {"messages": "conversations"}, "tags": tags},
+    )
+    source = open_source(meta)
+    assert source.counts == {"alpha": 3, "chat": 1, "zeta": 2}
+    assert len(source) == 6
+    records = [source.read(i) for i in range(6)]
+    assert [r.source for r in records] == ["alpha"] * 3 + ["chat"] + ["zeta"] * 2
+    assert [r.id for r in records] == ["0", "1", "2", "0", "own", "7"]
+    assert records[0].media_root == "/data"
+    assert records[0].origin == f"{tmp_path}/a.json:2"
+    assert records[3].conversation[0]["content"] == [
+        {"type": "image", "image": f"{tmp_path}/pics/1.jpg"},
+        {"type": "text", "text": "C0 é漢"},
+    ]
+    assert records[3].media_root == f"{tmp_path}/pics"
+    assert records[4].origin == f"{tmp_path}/b.jsonl:2"
+    assert open_source(meta, names=["zeta", "alpha"]).counts == {"alpha": 3, "zeta": 2}
+    with pytest.raises(IndexError, match="record 6 of source 'meta', which has 6"):
+        source.read(6)
+
+
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".ndjson"])
+def test_bare_files(tmp_path: Path, suffix: str, packing: str, bom: bytes):
+    plain = bom + (json.dumps(samples(50)) if suffix == ".json" else lines(samples(50))).encode()
+    half = len(plain) // 2
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[packing]
+    path = tmp_path / f"data{suffix}{packing}"
+    path.write_bytes(pack(plain[:half]) + pack(plain[half:]))  # several members or frames are one file
+    source = open_source(str(path))
+    assert source.counts == {"data": 50}
+    assert questions(source) == [f"Q{i}" for i in range(50)]
+
+
+def test_json_lines_in_a_file_called_json(tmp_path: Path):
+    (tmp_path / "a.json").write_text(lines(samples(3)))
+    assert questions(open_source(str(tmp_path / "a.json"))) == ["Q0", "Q1", "Q2"]
+
+
+def test_bare_file_with_its_form(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(lines([{"c": [{"role": "human", "content": "<image>"}], "images": ["x.jpg"]}]))
+    source = open_source(
+        str(tmp_path / "a.jsonl"), columns={"messages": "c"}, tags={"user_tag": "human"}, media_dir="s3://b"
+    )
+    assert source.read(0).conversation[0]["content"] == [{"type": "image", "image": "s3://b/x.jpg"}]
+
+
+def test_the_spill_goes_with_its_source(tmp_path: Path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(samples(3)).encode()))
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    source = open_source(str(tmp_path / "a.jsonl.gz"), spill_dir=str(spill))
+    assert len(list(spill.iterdir())) == 1
+    copy = pickle.loads(pickle.dumps(source))
+    assert questions(copy) == ["Q0", "Q1", "Q2"]
+    data = pickle.dumps(source)
+    del source
+    assert not list(spill.iterdir())
+    far_away = pickle.loads(data)  # the first spill is gone, as on another machine: it makes its own
+    assert questions(far_away) == ["Q0", "Q1", "Q2"]
+    assert len(list(spill.iterdir())) == 1
+    del far_away
+    assert not list(spill.iterdir())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_sources_work_in_other_processes(tmp_path: Path, method: str):
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps(samples(20)).encode()))
+    source = open_source(str(tmp_path / "a.json.gz"))
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        records = pool.map(source.read, range(20))
+    assert [r.conversation[0]["content"][0]["text"] for r in records] == [f"Q{i}" for i in range(20)]
+    assert questions(source) == [f"Q{i}" for i in range(20)]  # the workers did not take the spill with them
+
+
+def test_urls(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(lines([sample("<image>Q0", images=["1.jpg"])]))
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(json.dumps(samples(2)).encode()))
+    write_meta(tmp_path, a={"file_name": "a.jsonl", "media_dir": "m"}, b={"file_name": "b.json.gz"})
+    handler = partial(_Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            root = f"http://127.0.0.1:{server.server_address[1]}"
+            source = open_source(f"{root}/meta.json")
+            assert source.counts == {"a": 1, "b": 2}
+            assert source.read(0).conversation[0]["content"][0] == {"type": "image", "image": f"{root}/m/1.jpg"}
+            assert source.read(2).conversation[0]["content"][0]["text"] == "Q1"
+            with pytest.raises(SourceError, match=r"none\.jsonl: cannot be fetched .* Check the URL"):
+                open_source(f"{root}/none.jsonl")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert open_source(f"file://{tmp_path}/a.jsonl").counts == {"a": 1}
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+# --- ratios and shares ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratio", "order"),
+    [
+        (0.5, [1, 0, 4, 9, 6]),
+        (0.6, [1, 0, 4, 9, 6, 5]),
+        (1.5, [*range(10), 1, 0, 4, 9, 6]),
+        (2.0, [*range(10), *range(10)]),
+        (0.01, [1]),
+    ],
+)
+def test_sample_ratio(tmp_path: Path, ratio: float, order: list[int]):
+    for name, content in (("a.jsonl", lines(samples(10))), ("a.json", json.dumps(samples(10)))):
+        (tmp_path / name).write_text(content)
+        source = open_source(write_meta(tmp_path, a={"file_name": name, "sample_ratio": ratio}))
+        assert questions(source) == [f"Q{i}" for i in order]
+
+
+@pytest.mark.parametrize("num_records", [1, 7, 1000])
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.99, 1.0, 1.1, 3.3])
+def test_sample_order_is_the_reference_draw(num_records: int, ratio: float):
+    order = sample_order(num_records, ratio)
+    if ratio == 1:
+        assert order is None
+        return
+    assert order is not None
+    repeats, rest = int(ratio), ratio - int(ratio)
+    num_drawn = int(num_records * rest) if repeats else max(1, int(num_records * ratio))
+    drawn = random.Random(42).sample(range(num_records), num_drawn)
+    assert order.tolist() == list(range(num_records)) * repeats + drawn
+
+
+def test_entries_that_share_a_file(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(lines(samples(10)))
+    meta = write_meta(
+        tmp_path, half={"file_name": "a.jsonl", "sample_ratio": 0.5}, whole={"file_name": "a.jsonl", "media_dir": "m"}
+    )
+    assert open_source(meta).counts == {"half": 5, "whole": 10}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_shares_are_disjoint_and_complete(world_size: int):
+    orders = [None, sample_order(7, 0.5), sample_order(11, 2.5), None]
+    sizes = [10, 3, 27, 1]
+    totals = np.zeros(world_size, int)
+    begin = 0
+    for order, size in zip(orders, sizes, strict=True):
+        shares = [rank_share(order, size, rank, world_size, begin) for rank in range(world_size)]
+        everything = np.arange(size) if order is None else order
+        assert sorted(np.concatenate(shares).tolist()) == sorted(everything.tolist())
+        totals += [len(share) for share in shares]
+        begin += size
+    assert totals.max() - totals.min() <= 1
+    assert totals.sum() == sum(sizes)
+
+
+# --- bad records: each raises when it is read, alone, with file:line --------------------------------------------------
+
+BAD_LINES = {
+    "broken_json": (
+        b'{"messages": [',
+        r"broken JSON at character \d+ \(.*\)\. The sample is left out; mend or delete it",
+    ),
+    "not_utf8": (b'{"messages": "\xff"}', r"byte 0xff at column 15 is not UTF-8"),
+    "lone_surrogate": (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', r"half of a surrogate pair"),
+    "not_an_object": (b"[1, 2]", r"the record is \[1, 2\], not a JSON object"),
+    "surplus_media": (json.dumps(sample("q", images=["1.jpg"])).encode(), r"'images' has 1, but the user turns show"),
+}
+OTHER_BROKEN = [b'{"a": NaN}', b"[" * 100_000, b'{"a": 1} {"b": 2}', b'{"a": ' + b"1" * 5000 + b"}", b'"\x00"']
+
+
+@pytest.mark.parametrize("reason", BAD_LINES)
+def test_a_bad_line_is_one_bad_record(tmp_path: Path, reason: str):
+    bad, sentence = BAD_LINES[reason]
+    good = json.dumps(sample("Q")).encode()
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([good, b"", bad, good]))
+    source = open_source(str(tmp_path / "a.jsonl"))
+    assert len(source) == 3
+    with pytest.raises(BadSampleError, match=rf"a\.jsonl:3: .*{sentence}") as caught:
+        source.read(1)
+    assert (caught.value.stage, caught.value.reason) == ("convert", reason)
+    assert source.read(2).origin.endswith("a.jsonl:4")
+    with pytest.raises(SourceError, match=rf"a\.jsonl:3: .*{sentence}"):
+        open_source(str(tmp_path / "a.jsonl"), on_mismatch="raise").read(1)
+
+
+@pytest.mark.parametrize("bad", OTHER_BROKEN)
+def test_json_that_cannot_be_kept(tmp_path: Path, bad: bytes):
+    (tmp_path / "a.jsonl").write_bytes(bad)
+    with pytest.raises(BadSampleError, match=r"a\.jsonl:1: broken JSON") as caught:
+        open_source(str(tmp_path / "a.jsonl")).read(0)
+    assert caught.value.reason == "broken_json"
+
+
+def test_bad_elements_of_an_array(tmp_path: Path):
+    good = json.dumps(sample("Q"))
+    (tmp_path / "a.json").write_text(f'[\n{good},\n{{"a" 1}},\n3,\n"x",\n{good},\n]')
+    source = open_source(str(tmp_path / "a.json"))
+
+    def line_or_reason(index: int) -> str:
+        try:
+            return source.read(index).origin.rpartition(":")[2]
+        except BadSampleError as error:
+            return error.reason
+
+    assert [line_or_reason(i) for i in range(len(source))] == [
+        "2",
+        "broken_json",
+        "not_an_object",
+        "not_an_object",
+        "6",
+        "broken_json",
+    ]
+
+
+def test_keep_notes_what_it_left_out(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(lines([sample("q", images=["1.jpg"], mm_inputs_meta={}, _text_tokens=3)]))
+    record = open_source(str(tmp_path / "a.jsonl"), on_mismatch="keep").read(0)
+    assert record.extras["_mismatches"] == ["surplus_media: 'images' has 1, but the user turns show <image> 0 times"]
+    assert record.extras["mm_inputs_meta"] == {}
+    assert record.extras["_text_tokens"] == 3
+
+
+# --- files that cannot be used at all: refused before anything is done ---------------------------------------------
+
+BAD_FILES = {
+    "missing": (
+        "none.jsonl",
+        None,
+        r"none\.jsonl: cannot be opened \(No such file or directory\).*relative to that file",
+    ),
+    "a folder": (".", None, r"cannot be opened \(Is a directory\)"),
+    "cut array": ("a.json", b'[{"a": "b', r"the array does not end: the file stops inside a string, in record 0"),
+    "glued arrays": ("a.json", b"[1]\n[2]", r"the array ends near byte 3 .* and more follows"),
+    "a number": ("a.json", b"42", r"Expected a JSON array of records or one JSON object per line, found '42'"),
+    "empty": ("a.json", b" \n", r"Expected a JSON array .* found nothing"),
+    "one record": ("a.json", b'{"messages": []}', r"Expected a JSON array .* one object with the keys messages"),
+    "utf-16": ("a.jsonl", '{"a": 1}'.encode("utf-16"), r"the file is UTF-16 or UTF-32.*iconv"),
+    "cut gzip": ("a.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9], r"a\.jsonl\.gz: cannot be decompressed \(.*cut off"),
+    "no gzip": ("a.jsonl.gz", b"plain text", r"cannot be decompressed \(Not a gzipped file"),
+    "no zstd": ("a.jsonl.zst", b"plain text", r"cannot be decompressed \(.*Fetch it again, or give the plain file"),
+    "cut zstd": (
+        "a.jsonl.zst",
+        zstandard.compress(random.Random(0).randbytes(999))[:-9],
+        r"cannot be decompressed \(.*cut off",
+    ),
+    "unknown scheme": ("nope://b/a.jsonl", None, r"nope://b/a\.jsonl: cannot be fetched"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_bad_files(tmp_path: Path, kind: str):
+    name, content, sentence = BAD_FILES[kind]
+    path = name if "://" in name else str(tmp_path / name)
+    if content is not None:
+        Path(path).write_bytes(content)
+    with pytest.raises(SourceError, match=sentence):
+        open_source(path)
+
+
+BAD_METAS = {
+    "missing file_name": ({"a": {"media_dir": "x"}}, r"dataset 'a' is missing 'file_name'"),
+    "empty file_name": ({"a": {"file_name": ""}}, r"dataset 'a' is missing 'file_name'"),
+    "unknown key": (
+        {"a": {"file_name": "a.jsonl", "media_dri": "x"}},
+        r"the key 'media_dri'.*did you mean 'media_dir'",
+    ),
+    "unknown column": (
+        {"a": {"file_name": "a.jsonl", "columns": {"msgs": "x"}}},
+        r"dataset 'a': 'msgs' is no key of 'columns'",
+    ),
+    "unknown tag": ({"a": {"file_name": "a.jsonl", "tags": {"roletag": "x"}}}, r"'roletag'.*did you mean 'role_tag'"),
+    "tags no object": (
+        {"a": {"file_name": "a.jsonl", "tags": "x"}},
+        r"'tags' is 'x', which cannot be used; write an object",
+    ),
+    "file_name no string": (
+        {"a": {"file_name": ["a"]}},
+        r"'file_name' is \['a'\], which cannot be used; write a string",
+    ),
+    "ratio zero": (
+        {"a": {"file_name": "a.jsonl", "sample_ratio": 0}},
+        r"dataset 'a': sample_ratio is 0, which takes no",
+    ),
+    "ratio text": ({"a": {"file_name": "a.jsonl", "sample_ratio": "1"}}, r"sample_ratio is '1', which takes no sample"),
+    "ratio negative": ({"a": {"file_name": "a.jsonl", "sample_ratio": -1.5}}, r"sample_ratio is -1.5"),
+    "missing data": ({"a": {"file_name": "b.jsonl"}}, r"b\.jsonl: cannot be opened"),
+    "no datasets": ({}, r"the meta file names no datasets"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_METAS)
+def test_bad_meta_files(tmp_path: Path, kind: str):
+    (tmp_path / "a.jsonl").write_text(lines(samples(2)))
+    meta, sentence = BAD_METAS[kind]
+    with pytest.raises(SourceError, match=sentence):
+        open_source(write_meta(tmp_path, **meta))
+
+
+def test_meta_files_that_are_not_json(tmp_path: Path):
+    path = tmp_path / "meta.json"
+    path.write_text('{"a": {"file_name": "x"},\n "a": {"file_name": "y"}}')
+    with pytest.raises(SourceError, match=r"broken JSON \(the key 'a' occurs twice in one object"):
+        open_source(str(path))
+    path.write_text('{"a": {"file_name": }}')
+    with pytest.raises(SourceError, match=r"meta\.json: not a meta file, broken JSON \(Expecting value: line 1"):
+        open_source(str(path))
+
+
+def test_the_names_filter(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(lines(samples(2)))
+    meta = write_meta(tmp_path, alpha={"file_name": "a.jsonl"})
+    with pytest.raises(SourceError, match=r"dataset 'alpah' not found in meta file .*did you mean 'alpha'"):
+        open_source(meta, names=["alpah"])
+    with pytest.raises(SourceError, match=r"the names filter is empty.*Allowed: alpha"):
+        open_source(meta, names=[])
+    with pytest.raises(SourceError, match=r"a data file has no names to choose from"):
+        open_source(str(tmp_path / "a.jsonl"), names=["a"])
+    with pytest.raises(
+        SourceError, match=r"a meta file says columns, tags and media_dir for each entry; put them there"
+    ):
+        open_source(meta, media_dir="x")
+    with pytest.raises(ConfigError, match=r"on_mismatch is 'dorp'"):
+        open_source(meta, on_mismatch="dorp")  # type: ignore[arg-type]
+
+
+def test_two_sources_of_one_name(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(lines(samples(1)))
+    one = open_source(str(tmp_path / "a.jsonl"))
+    with pytest.raises(SourceError, match=r"two sources are called 'a', so their records could not be told apart"):
+        SourceGroup([*one.members, *one.members], name="both")
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines(samples(5)))
+    source = open_source(str(path))
+    elsewhere = pickle.loads(pickle.dumps(source))
+    path.write_text(lines(samples(2)))
+    with pytest.raises(SourceError, match=r"the file became shorter while it was read: \d+ bytes are missing"):
+        source.read(4)
+    with pytest.raises(SourceError, match=r"the file has changed since its records were located"):
+        elsewhere.read(0)
+
+
+def test_zstd_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(b"{}"))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(
+        MissingExtraError, match=r"Reading \.zst files needs the package 'zstandard'.*vlm-stream\[zstd\]"
+    ):
+        open_source(str(tmp_path / "a.jsonl.zst"))
+
+
+def test_a_file_without_records_is_no_error_but_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "a.jsonl").write_text("\n")
+    meta = write_meta(tmp_path, a={"file_name": "a.jsonl", "sample_ratio": 0.5})
+    assert len(open_source(meta)) == 0
+    assert "a.jsonl: the file has no records" in caplog.text
