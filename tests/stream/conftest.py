@@ -17,5 +17,5 @@ def toy_shards(tmp_path_factory, processor):
     folder = tmp_path_factory.mktemp("toy")
     processor.save_pretrained(folder / "processor")
     meta = make_toy_dataset(folder / "raw", num_samples=60)
-    make_shards(meta, folder / "shards", samples_per_shard=10)
+    make_shards(meta, folder / "shards", processor=str(folder / "processor"), samples_per_shard=10)
     return folder / "shards"

@@ -9,7 +9,7 @@ from vlm_stream import StreamLoader
 
 MODES = {
     "packed": {"mode": "packed", "pack_size": 1024},
-    "packed rows": {"mode": "packed", "pack_size": 768, "batch_size": 2, "micro_batches": 2},
+    "packed rows": {"mode": "packed", "pack_size": 1024, "batch_size": 2, "micro_batches": 2},
     "grouped": {"mode": "grouped", "batch_size": 3},
     "plain": {"mode": "plain", "batch_size": 4},
 }
