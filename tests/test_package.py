@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import vlm_stream
 
 
@@ -13,14 +15,12 @@ def test_public_names_are_sorted_and_all_resolve():
 
 def test_importing_the_package_imports_nothing_heavy():
     code = "import sys, vlm_stream, vlm_stream.cli, vlm_stream.testing; print(*sys.modules)"
-    modules = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    modules = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
     assert not modules & {"torch", "transformers", "numpy", "pyarrow", "obstore", "PIL", "rich", "pydantic"}
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    try:
+    with pytest.raises(AttributeError, match="Nothing"):
         vlm_stream.Nothing  # noqa: B018
-    except AttributeError as error:
-        assert "Nothing" in str(error)
-    else:
-        raise AssertionError("an unknown name must not resolve")

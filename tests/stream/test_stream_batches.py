@@ -109,7 +109,7 @@ def test_options_that_cannot_be_meant_are_refused(processor, options, sentence):
 
 
 def test_a_folder_without_a_dataset_is_refused(tmp_path, processor):
-    with pytest.raises(DatasetError, match="has no dataset.json"):
+    with pytest.raises(DatasetError, match=r"has no dataset\.json"):
         next(iter(StreamLoader(tmp_path, processor=processor, pack_size=1024)))
 
 

@@ -81,7 +81,9 @@ def test_ranks_change_in_mid_epoch_and_every_sample_still_comes_once(run, toy_sh
     options, _, _ = run
     seen, state = [], None
     for world_size, num_batches in ((2, 2), (3, 1), (1, None)):
-        loaders = [make_loader(toy_shards, processor, rank=r, world_size=world_size, **options) for r in range(world_size)]
+        loaders = [
+            make_loader(toy_shards, processor, rank=r, world_size=world_size, **options) for r in range(world_size)
+        ]
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(state)

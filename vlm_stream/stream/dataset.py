@@ -65,9 +65,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         options = self.options
         datasets = OpenDatasets(self.sources, geometry, store_options=options.store)
         planner = Planner(datasets.specs, datasets, options.plan(geometry.digest()))
-        encoder = Encoder(
-            processor, EncodeConfig(max_length=options.max_length, inject_fake_image=options.fake_image)
-        )
+        encoder = Encoder(processor, EncodeConfig(max_length=options.max_length, inject_fake_image=options.fake_image))
         rows = RowBuilder(encoder, make_collator(processor, options), with_refs=options.with_refs)
         worker = get_worker_info()
         num_workers = worker.num_workers if worker else 1
@@ -98,18 +96,11 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         num_workers, first = (worker.num_workers, worker.id) if worker else (1, 0)
         if self._skip is not None:
             first = self._skip
-        rank = self.world.rank
         number = 0
         for step in planner.steps(self.options.shape(self.world.size), self._state):
             for micro in range(step.micro_begin, step.shape.micro_batches):
                 if number >= first and (number - first) % num_workers == 0:
-                    yield MicroBatch(
-                        step=step.index,
-                        micro=micro,
-                        units=step.units(rank, micro),
-                        state=step.state_after(micro),
-                        dropped=step.dropped if micro == step.micro_begin else (),
-                    )
+                    yield MicroBatch(step=step, micro=micro, rank=self.world.rank)
                 number += 1
 
 

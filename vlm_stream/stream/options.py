@@ -11,7 +11,7 @@ from vlm_stream.plan import GroupConfig, PackConfig, PlainConfig, PlanConfig, St
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vlm_stream.storage import ReadOptions, StoreOptions
+    from vlm_stream.storage import StoreOptions
 
 __all__ = ["Mode", "StreamOptions"]
 

@@ -17,7 +17,7 @@ from vlm_stream.ledger import BadSample
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from vlm_stream.plan import Dropped, Ref, Unit
+    from vlm_stream.plan import Dropped, Ref, Step, Unit
     from vlm_stream.storage import Span, SpanReader
     from vlm_stream.stream.datasets import OpenDatasets
     from vlm_stream.stream.rows import RowBuilder
@@ -29,14 +29,25 @@ __all__ = ["Delivery", "MicroBatch", "deliver"]
 class MicroBatch:
     """What one rank consumes at once, before any byte of it was read."""
 
-    step: int
+    step: Step
     micro: int
-    units: tuple[Unit | None, ...]
-    """Rows; None is a filler row."""
-    state: dict[str, Any]
-    """The cursor once every rank has consumed this micro-step."""
-    dropped: tuple[Dropped, ...] = ()
-    """Samples that the plan itself left out, named where they would have come."""
+    rank: int
+
+    @property
+    def units(self) -> tuple[Unit | None, ...]:
+        """Return the rows; None is a filler row."""
+        return self.step.units(self.rank, self.micro)
+
+    @property
+    def dropped(self) -> tuple[Dropped, ...]:
+        """Return the samples that the plan itself left out, named where they would have come."""
+        return self.step.dropped if self.micro == self.step.micro_begin else ()
+
+    def state(self) -> dict[str, Any]:
+        """Return the cursor once every rank has consumed this micro-step. Made when it is asked for: it costs more
+        than the plan, and most of what is planned ahead at the end of a run is never consumed.
+        """
+        return self.step.state_after(self.micro)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +74,7 @@ class _Pending:
     """A micro-batch whose bytes are on their way."""
 
     plan: MicroBatch
+    units: tuple[Unit | None, ...]
     missing: int
     read: dict[Ref, Mapping[str, memoryview] | BadSampleError] = field(default_factory=dict)
 
@@ -75,8 +87,9 @@ def deliver(
 
     def wanted() -> Iterator[tuple[tuple[_Pending, Ref], Span]]:
         for plan in plans:
-            refs = dict.fromkeys(ref for unit in plan.units if unit is not None for ref in unit.refs)
-            entry = _Pending(plan, len(refs))
+            units = plan.units
+            refs = dict.fromkeys(ref for unit in units if unit is not None for ref in unit.refs)
+            entry = _Pending(plan, units, len(refs))
             pending.append(entry)
             for ref in refs:
                 yield (entry, ref), datasets.span(ref)
@@ -97,7 +110,7 @@ def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, waited: f
     begin = time.perf_counter()
     bad = [_ledger_entry(note.ref, _not_planned(note), datasets) for note in entry.plan.dropped]
     encoded_rows: list[list[tuple[Ref, dict[str, Any]]]] = []
-    for unit in entry.plan.units:
+    for unit in entry.units:
         samples = []
         for ref in unit.refs if unit is not None else ():
             content = entry.read[ref]
@@ -110,21 +123,20 @@ def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, waited: f
         encoded_rows.append(samples)
     encoded = time.perf_counter()
     batch, overflowed = rows.collate([[sample for _, sample in row] for row in encoded_rows])
-    for row, position, error in overflowed:
-        bad.append(_ledger_entry(encoded_rows[row][position][0], error, datasets))
+    bad += [_ledger_entry(encoded_rows[row][position][0], reason, datasets) for row, position, reason in overflowed]
     if rows.with_refs:
-        bad_names = {(entry.source, entry.shard, entry.sample) for entry in bad}
+        bad_names = {(line.source, line.shard, line.sample) for line in bad}
         names = [[datasets.name(ref) for ref, _ in row] for row in encoded_rows]
         batch["refs"] = [[name for name in row if name not in bad_names] for row in names]
     return Delivery(
-        step=entry.plan.step,
+        step=entry.plan.step.index,
         micro=entry.plan.micro,
         batch=batch,
-        state=entry.plan.state,
+        state=entry.plan.state(),
         bad=tuple(bad),
         num_samples=len(entry.read) + len(entry.plan.dropped),
         num_tokens=sum(len(sample["input_ids"]) for row in encoded_rows for _, sample in row),
-        num_planned_tokens=sum(unit.tokens for unit in entry.plan.units if unit is not None),
+        num_planned_tokens=sum(unit.tokens for unit in entry.units if unit is not None),
         seconds={"fetch": waited, "encode": encoded - begin, "collate": time.perf_counter() - encoded},
     )
 
@@ -133,8 +145,8 @@ def _not_planned(note: Dropped) -> BadSampleError:
     return BadSampleError(
         "fit",
         note.reason,
-        f"it has {note.tokens} tokens, {note.vision_tokens} of them for images and videos: more than a row may hold, so "
-        f"it is left out. Raise pack_size or max_length to train on it",
+        f"it has {note.tokens} tokens, {note.vision_tokens} of them for images and videos: more than a row may hold, "
+        f"so it is left out. Raise pack_size or max_length to train on it",
     )
 
 

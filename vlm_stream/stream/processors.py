@@ -17,7 +17,7 @@ def load_processor(processor: Any) -> Any:
     from transformers import AutoProcessor
 
     try:
-        return AutoProcessor.from_pretrained(os.fspath(processor))
+        return AutoProcessor.from_pretrained(os.fspath(processor))  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"no processor can be loaded from '{os.fspath(processor)}', so samples cannot be encoded; "

@@ -55,8 +55,8 @@ def _from_mesh(mesh: Any) -> World:
     data = [n for n in names or () if any(part in n for part in ("dp", "data", "replicate", "shard"))]
     if not data:
         raise ConfigError(
-            f"the device mesh has the dimensions {names}, and none of them is named as data-parallel, so ranks cannot be "
-            f"told from their model-parallel peers; name one of them 'dp', or pass rank and world_size"
+            f"the device mesh has the dimensions {names}, and none of them is named as data-parallel, so ranks cannot "
+            f"be told from their model-parallel peers; name one of them 'dp', or pass rank and world_size"
         )
     rank, size = 0, 1
     for name in data:

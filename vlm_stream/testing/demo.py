@@ -1,6 +1,7 @@
 """The whole road on a laptop, offline: toy data -> shards -> plan -> packed batches -> training -> a resume.
 
-`make demo` runs it. Every part is real (processor, shards, model, optimizer step); only the data and the model are tiny.
+`make demo` runs it. Every part is real (processor, shards, model, optimizer steps); only the data and the model are
+tiny.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make_shards(out: Path, num_samples: int, console: Console) -> tuple[Path, Any]:
+    from vlm_stream.commands.common import print_table
+    from vlm_stream.commands.make_shards import summary
     from vlm_stream.shards import make_shards
     from vlm_stream.testing import build_processor, make_toy_dataset
 
@@ -57,7 +60,7 @@ def _make_shards(out: Path, num_samples: int, console: Console) -> tuple[Path, A
     console.rule("2. shards")
     begin = time.perf_counter()
     report = make_shards(meta, out / "shards", processor=str(out / "processor"), samples_per_shard=50)
-    console.print(report.table())
+    print_table(str(report.out), summary(report))
     console.print(f"tar + index + manifest in {out / 'shards'} ({_since(begin)})")
     return out / "shards", processor
 
@@ -91,10 +94,8 @@ def _train_and_resume(shards: Path, processor: Any, num_steps: int, console: Con
         tokens = batch["input_ids"].numel()
         images = len(batch["image_grid_thw"]) if "image_grid_thw" in batch else 0
         now = time.perf_counter()
-        fill = f"{tokens / _PACK_SIZE:.1%}"
-        table.add_row(
-            str(step), str(sum(map(len, refs))), str(tokens), fill, str(images), f"{loss.item():.3f}", f"{now - begin:.2f}"
-        )
+        counts = [str(step), str(sum(map(len, refs))), str(tokens), f"{tokens / _PACK_SIZE:.1%}", str(images)]
+        table.add_row(*counts, f"{loss.item():.3f}", f"{now - begin:.2f}")
         begin = now
         state = loader.state_dict()
     console.print(table)
@@ -105,8 +106,8 @@ def _train_and_resume(shards: Path, processor: Any, num_steps: int, console: Con
     refs = next(iter(resumed)).pop("refs")
     same = "the same samples" if refs == expected else "OTHER SAMPLES: this is a defect"
     console.print(
-        f"state after step {num_steps}: {_size(state)} of JSON; a new loader with another number of workers went on with "
-        f"{same} as the first one, in {_since(begin)}."
+        f"state after step {num_steps}: {_size(state)} of JSON; a new loader with another number of workers went on "
+        f"with {same} as the first one, in {_since(begin)}."
     )
     if refs != expected:
         sys.exit(1)
