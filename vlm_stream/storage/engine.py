@@ -1,7 +1,8 @@
 """The threads behind a reader: requests in, futures of bytes out.
 
 Threads, and not an event loop, because the client's blocking calls were measured at half the processor time of its
-asynchronous ones, and at a higher rate. Local files get a few threads of their own. An engine belongs to one process.
+asynchronous ones, and at a higher rate. Local files get a few threads of their own; so do shards that pass through the
+node cache, because those wait for the network's threads. An engine belongs to one process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from vlm_stream.storage.fetch import fetch_range, hedged
+from vlm_stream.storage.fetch import RangeSource, fetch_range, hedged
+from vlm_stream.storage.shard_download import ShardDownloads
 from vlm_stream.storage.store import Fetched, Store, open_store
 from vlm_stream.storage.traffic import Traffic
 
@@ -47,20 +49,35 @@ class Engine:
         self._files = ThreadPoolExecutor(_FILE_THREADS, thread_name_prefix=_NAME)
         self._network = ThreadPoolExecutor(options.max_inflight, thread_name_prefix=_NAME)
         self._racers = ThreadPoolExecutor(2 * options.max_inflight, thread_name_prefix=_NAME)
+        self._cached = ThreadPoolExecutor(options.max_inflight, thread_name_prefix=_NAME)
+        self._downloads = None
+        if options.cache_dir is not None:
+            self._downloads = ShardDownloads(options, self._network, self._traffic)
 
     def submit(self, request: RangeRequest) -> Future[Fetched]:
         """Start a request; those submitted earlier start earlier."""
         store = self._store(request.root)
-        if hasattr(store, "open_range"):
+        if not isinstance(store, RangeSource):
+            return self._files.submit(self._fetch_file, store, request)
+        if self._downloads is not None:
+            return self._cached.submit(self._fetch_cached, self._downloads, store, request)
+        return self._network.submit(self._fetch_remote, store, request)
+
+    def submit_again(self, request: RangeRequest) -> Future[Fetched]:
+        """Start a request whose bytes were found wrong: past the cache, which loses the shard."""
+        store = self._store(request.root)
+        if self._downloads is not None and isinstance(store, RangeSource):
+            self._downloads.discard(store, request)
             return self._network.submit(self._fetch_remote, store, request)
-        return self._files.submit(self._fetch_file, store, request)
+        return self.submit(request)
 
     def close(self) -> None:
         """Stop what is under way and wait until every thread has ended."""
         self._traffic.close()
-        for pool in (self._network, self._racers, self._files):
+        pools = (self._cached, self._network, self._racers, self._files)
+        for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
-        for pool in (self._network, self._racers, self._files):
+        for pool in pools:
             pool.shutdown(wait=True)
         self._stores.clear()
 
@@ -75,9 +92,12 @@ class Engine:
         self._metrics.add(requests=1, bytes_read=len(fetched.data))
         return fetched
 
-    def _fetch_remote(self, store: Store, request: RangeRequest) -> Fetched:
+    def _fetch_cached(self, downloads: ShardDownloads, store: RangeSource, request: RangeRequest) -> Fetched:
+        return downloads.read(store, request) or self._fetch_remote(store, request)
+
+    def _fetch_remote(self, store: RangeSource, request: RangeRequest) -> Fetched:
         def read() -> Fetched:
-            return fetch_range(store, request.path, request.offset, request.size, self._traffic)  # type: ignore[arg-type]
+            return fetch_range(store, request.path, request.offset, request.size, self._traffic)
 
         if self._options.hedge_after_s is None:
             return read()

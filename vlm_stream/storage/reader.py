@@ -160,8 +160,8 @@ class SpanReader:
         damage = find_damage(span, data)
         if damage is not None and damage.reason in ("crc_mismatch", "truncated"):
             self._metrics.add(rereads=1)
-            again = RangeRequest(span.root, span.path, span.offset, span.size, (0,))
-            data = self._running_engine().submit(again).result().data
+            again = RangeRequest(span.root, span.path, span.offset, span.size, (0,), span.shard_size, span.etag)
+            data = self._running_engine().submit_again(again).result().data
             damage = find_damage(span, data)
         if damage is not None:
             self._metrics.add(bad_samples=1)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vlm_stream.storage.store import Buffer, Fetched
     from vlm_stream.storage.values import Span
 
-__all__ = ["check_unchanged", "crc32c_of", "cut_members", "find_damage"]
+__all__ = ["check_unchanged", "check_unchanged_object", "crc32c_of", "cut_members", "find_damage"]
 
 _CHUNK_BYTES = 256 * 1024
 
@@ -31,15 +31,21 @@ def crc32c_of(data: Buffer) -> int:
 
 
 def check_unchanged(span: Span, fetched: Fetched) -> None:
-    """Raise when the object is not the one that the manifest describes."""
+    """Raise when a span's shard is not the one that the manifest describes."""
+    check_unchanged_object(join_url(span.root, span.path), (span.shard_size, span.etag), fetched)
+
+
+def check_unchanged_object(url: str, expected: tuple[int | None, str | None], fetched: Fetched) -> None:
+    """Raise when an object has another size or etag than expected; what is not known is not compared."""
+    size, etag = expected
     differences = []
-    if None not in (span.shard_size, fetched.object_size) and span.shard_size != fetched.object_size:
-        differences.append(f"{fetched.object_size} bytes instead of {span.shard_size}")
-    if None not in (span.etag, fetched.etag) and _bare(span.etag) != _bare(fetched.etag):
-        differences.append(f"etag {fetched.etag} instead of {span.etag}")
+    if None not in (size, fetched.object_size) and size != fetched.object_size:
+        differences.append(f"{fetched.object_size} bytes instead of {size}")
+    if None not in (etag, fetched.etag) and _bare(etag) != _bare(fetched.etag):
+        differences.append(f"etag {fetched.etag} instead of {etag}")
     if differences:
         raise ChangedObjectError(
-            f"{join_url(span.root, span.path)} is not the shard that its manifest describes: "
+            f"{url} is not the shard that its manifest describes: "
             f"{' and '.join(differences)}. Its index would point at wrong bytes, so nothing of it is used. "
             f"Restore the shard, or write index and manifest again."
         )
