@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
-import tempfile
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -85,13 +85,12 @@ class LocalStore:
         target = self._path(path)
         with _translated(self.url(path)):
             target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(prefix=_TEMP_PREFIX, dir=target.parent)
-            temporary = Path(name)
+            temporary = target.parent / f"{_TEMP_PREFIX}{secrets.token_hex(8)}"
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     _copy_into(file, data)
                     file.flush()
-                    os.fchmod(file.fileno(), 0o666 & ~_umask())
                     os.fsync(file.fileno())
                 temporary.replace(target)
             except BaseException:
@@ -167,13 +166,6 @@ def _copy_into(file: Any, data: PutData) -> None:
         raise ConfigError(
             f"put() was given {type(data).__name__}, which holds no bytes; give bytes, a binary file or a Path."
         )
-
-
-def _umask() -> int:
-    """Return the process's file mode mask; the system call can only be asked by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _sync_folder(folder: Path) -> None:
