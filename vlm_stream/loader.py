@@ -1,8 +1,8 @@
 """`StreamLoader`: ready batches for a trainer, and the state of what the trainer has consumed.
 
 It runs a `VLMStream` in worker processes and keeps, for each batch that it hands out, the cursor behind it. So the
-state never counts what workers prefetched, and it is the same on every rank: a few kilobytes of JSON that fit any number
-of ranks and workers.
+state never counts what workers prefetched, and it is the same on every rank: a few kilobytes of JSON that fit any
+number of ranks and workers.
 """
 
 from __future__ import annotations

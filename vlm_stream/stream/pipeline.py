@@ -44,8 +44,9 @@ class MicroBatch:
         return self.step.dropped if self.micro == self.step.micro_begin else ()
 
     def state(self) -> dict[str, Any]:
-        """Return the cursor once every rank has consumed this micro-step. Made when it is asked for: it costs more
-        than the plan, and most of what is planned ahead at the end of a run is never consumed.
+        """Return the cursor once every rank has consumed this micro-step.
+
+        Made when it is asked for: it costs more than the plan, and not all that is planned ahead gets consumed.
         """
         return self.step.state_after(self.micro)
 
