@@ -11,10 +11,6 @@ most 64 pairs. Samples above the capacity are dropped. Adversarial sets are desc
 
 from __future__ import annotations
 
-import json
-import resource
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +18,6 @@ import numpy as np
 
 from vlm_stream.plan import (
     BalanceConfig,
-    GroupConfig,
     MixtureConfig,
     OrderConfig,
     PackConfig,
@@ -34,7 +29,7 @@ from vlm_stream.plan import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, vision tokens, sum of squared patches
 

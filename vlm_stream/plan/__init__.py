@@ -1,7 +1,8 @@
 """The plan: what every rank consumes next, as arithmetic on index columns.
 
-Enters: shard sizes, index columns on demand, a frozen config, the shape of a step, maybe a state. Leaves: steps, reports,
-answers to "where is this sample". It must not know files, tensors, clocks or processes; numpy is all it imports.
+Enters: shard sizes, index columns on demand, a frozen config, the shape of a step, maybe a state. Leaves: steps,
+reports, answers to "where is this sample". It must not know files, tensors, clocks or processes; numpy is all it
+imports.
 
 In the order in which data meets them: `values` (the seam), `randomness`, `order` (one source's permutation), `samples`
 (its columns), `mixture` (which source next), `fit`, `pack`, `group`, `units` (a window's samples -> units), `costs`,

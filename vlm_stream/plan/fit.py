@@ -1,7 +1,7 @@
 """Samples that are too long for a unit: dropped, truncated or refused, and always named.
 
-Enters: samples and limits. Leaves: the samples that stay, with the lengths that will be delivered, and the list of those
-that were dropped or shortened.
+Enters: samples and limits. Leaves: the samples that stay, with the lengths that will be delivered, and the list of
+those that were dropped or shortened.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Samples of similar length side by side, for batches that are padded and not packed.
 
-Enters: lengths of a window, longest first. Leaves: where groups end, and in which order blocks of them are delivered. In a
-stream grouped by count the unit stays the single sample: a micro-batch is any number of neighbours, so the batch size may
-change at a resume. Only a padded-token budget makes the group itself the unit.
+Enters: lengths of a window, longest first. Leaves: where groups end, and in which order blocks of them are delivered.
+In a stream grouped by count the unit stays the single sample: a micro-batch is any number of neighbours, so the batch
+size may change at a resume. Only a padded-token budget makes the group itself the unit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Units that are planned and not yet dealt.
 
-Enters: windows, one after the other. Leaves: the next n units as one table, and `Place`: everything that says where in the
-unit stream the next unit is found, including units behind it that were delivered early, by a step of another shape.
+Enters: windows, one after the other. Leaves: the next n units as one table, and `Place`: everything that says where
+in the unit stream the next unit is found, including units behind it that were delivered early, by a step of another
+shape.
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ class UnitQueue:
         self._drop_finished()
         if not any(len(units) for _, units in parts):
             for note in (note for window, _ in parts for note in window.dropped):
-                logger.warning("%s is left out at the end of the stream: %s (%d tokens)", note.ref, note.reason, note.tokens)
+                logger.warning(
+                    "%s is left out at the end of the stream: %s (%d tokens)", note.ref, note.reason, note.tokens
+                )
             return None
         return _table([(window, units) for window, units in parts if len(units) or window.dropped])
 
@@ -143,8 +146,8 @@ class UnitQueue:
         self._num_empty = 0 if window.num_units else self._num_empty + 1
         if self._num_empty > _MAX_EMPTY:
             raise ConfigError(
-                f"{self._num_empty} windows in a row hold no sample that fits ({len(window.dropped)} dropped in the last "
-                f"one); the stream would search for ever. Raise pack_size, vision_size or max_tokens."
+                f"{self._num_empty} windows in a row hold no sample that fits ({len(window.dropped)} dropped in the "
+                f"last one); the stream would search for ever. Raise pack_size, vision_size or max_tokens."
             )
         self._windows.append((window, np.arange(window.num_units, dtype=np.int64)))
         return True
@@ -166,7 +169,7 @@ def _table(parts: list[tuple[Window, Ints]]) -> UnitTable:
         llm=gather("llm"),
         vit=gather("vit"),
         hashes=np.concatenate([window.hashes[units] for window, units in parts]),
-        num_samples=np.concatenate([np.diff(window.splits)[units] for window, units in parts]),
+        num_samples=np.concatenate([window.splits[units + 1] - window.splits[units] for window, units in parts]),
         dropped=tuple(
             note
             for window, units in parts

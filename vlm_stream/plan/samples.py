@@ -1,7 +1,7 @@
 """The samples of one source at given positions, with what the plan must know of each.
 
-Enters: an order and a `ColumnReader`. Leaves: `Samples`, arrays with a row per sample. The columns of the live group are
-kept, two groups at most (a window may straddle their border); a shard is read when a window first touches it.
+Enters: an order and a `ColumnReader`. Leaves: `Samples`, arrays with a row per sample. The columns of the live group
+are kept, two groups at most (a window may straddle their border); a shard is read when a window first touches it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ class SourceStream:
         self._layouts: dict[int, EpochLayout] = {}
         self._groups: dict[tuple[int, int], _LiveGroup] = {}
         # A source of one group meets the same shards in every epoch; a small one meets many epochs in one window.
-        self._kept: dict[int, _ShardColumns] | None = {} if len(spec.samples_per_shard) <= config.order.group_shards else None
+        self._kept: dict[int, _ShardColumns] | None = (
+            {} if len(spec.samples_per_shard) <= config.order.group_shards else None
+        )
 
     def take(self, position: int, count: int) -> Samples:
         """Return the samples at `count` positions from `position` on, whatever epochs and groups they lie in."""

@@ -1,7 +1,7 @@
 """A place in the unit stream as JSON, and back.
 
-Enters: a `Place`, what was delivered, the mixture's terms. Leaves: a dict of plain JSON values, a few KB, without pickle and
-without a world size except that of a step that was interrupted. Reading it back is checked in `check.py`.
+Enters: a `Place`, what was delivered, the mixture's terms. Leaves: a dict of plain JSON values, a few KB, without
+pickle and without a world size except that of a step that was interrupted. Reading it back is checked in `check.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The values that enter and leave the plan.
 
-Enters: `SourceSpec` (shard sizes of a manifest) and `SampleColumns` (costs and byte ranges of one shard's samples, read
-by whoever owns the index, on demand). Leaves: `Unit` and the steps made of them. Nothing here knows files or tensors.
+Enters: `SourceSpec` (shard sizes of a manifest) and `SampleColumns` (costs and byte ranges of one shard's samples,
+read by whoever owns the index, on demand). Leaves: `Unit` and the steps made of them. Nothing here knows files or
+tensors.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class SampleColumns:
 class ColumnReader(Protocol):
     """Gives the columns of one shard; the plan calls it only for shards that its window touches.
 
-    A reader may also have `prefetch(shards: list[tuple[int, int]])`: it is called with all (source, shard) that the plan
-    is about to ask for, one by one, so that they can be read at once. A new group of shards begins with one such call.
+    A reader may also have `prefetch(shards: list[tuple[int, int]])`: it is called with all (source, shard) that the
+    plan is about to ask for, one by one, so that they can be read at once. A new group of shards begins with such a
+    call.
     """
 
     def __call__(self, source: int, shard: int) -> SampleColumns:
