@@ -25,6 +25,7 @@ class PlanConfig:
     window: int = 4096
     """Samples that are drawn together and cut into units together."""
     shuffle: bool = True
+    """Permute shards, samples and units; without it they come as they lie in the tars, units by their first sample."""
     epochs: int | None = 1
     """Epochs after which the stream ends; None streams on. Epochs follow each other without a seam: a window may hold
     the end of one and the beginning of the next, and only the very last step is filled up."""

@@ -107,7 +107,8 @@ def plan_window(cursor: Cursor, streams: Sequence[SourceStream], config: PlanCon
     if not len(fresh) and not len(cursor.carry):
         return None
     samples = concatenate([part for part in (cursor.carry, fresh) if len(part)])
-    cut = cut_units(samples, config.mode, Key(seed=config.seed, purpose="units", index=cursor.window), last=ended)
+    key = Key(seed=config.seed, purpose="units", index=cursor.window) if config.shuffle else None
+    cut = cut_units(samples, config.mode, key, last=ended)
     splits, carry = cut.splits, cut.carry
     if max_units is not None and cursor.units + len(splits) - 1 >= max_units:
         splits, carry, ended = splits[: max_units - cursor.units + 1], Samples.empty(), True
