@@ -25,6 +25,7 @@ class PlanConfig:
     window: int = 4096
     """Samples that are drawn together and cut into units together."""
     shuffle: bool = True
+    """Permute shards, samples and units; without it they come as they lie in the tars, units by their first sample."""
     epochs: int | None = 1
     """Epochs after which the stream ends; None streams on. Epochs follow each other without a seam: a window may hold
     the end of one and the beginning of the next, and only the very last step is filled up."""
@@ -43,6 +44,13 @@ class PlanConfig:
             raise ConfigError(f"window={self.window} draws nothing. Give 1 or more; 4096 packs well.")
         if self.epochs is not None and self.epochs < 1:
             raise ConfigError(f"epochs={self.epochs} delivers nothing. Give 1 or more, or None to stream on.")
+
+    @property
+    def rows(self) -> str:
+        """Return how units may share a micro-batch: `free`, `sorted` or in the order of the `stream`."""
+        if isinstance(self.mode, PlainConfig):
+            return "stream"
+        return "sorted" if isinstance(self.mode, GroupConfig) and self.mode.token_budget is None else "free"
 
     def stream_fields(self) -> dict[str, Any]:
         """Return what the unit stream depends on, besides the data, the mixture and the geometry, as flat JSON."""

@@ -1,7 +1,8 @@
 """Steps: what every rank consumes next, and the state after each micro-step.
 
-Enters: a block of dealt units. Leaves: `Step`. A block is `horizon` steps dealt together. The state in the middle of a block
-is the place where the block began, the shape it was dealt for, and how much of it is done: enough to deal it again.
+Enters: a block of dealt units. Leaves: `Step`. A block is `horizon` steps dealt together. The state in the middle of
+a block is the place where the block began, the shape it was dealt for, and how much of it is done: enough to deal it
+again.
 """
 
 from __future__ import annotations
@@ -69,15 +70,17 @@ class Block:
     table: UnitTable
     shape: StepShape
     balance: BalanceConfig
+    rows: str
+    """How rows share a micro-batch: see `deal.py`."""
     before: Place
     after: Place
 
     def deal(self) -> npt.NDArray[np.int64]:
         """Return [steps, micro, rank, row] of numbers in the table, -1 for fillers."""
-        return deal(self.table, self.shape, self.balance)
+        return deal(self.table, self.shape, self.balance, self.rows)
 
 
-def next_block(queue: UnitQueue, shape: StepShape, balance: BalanceConfig) -> Block | None:
+def next_block(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows: str) -> Block | None:
     """Take the units of the next block; None at the end of the stream."""
     before = queue.place()
     table = queue.take(shape.units_per_step * balance.horizon)
@@ -89,7 +92,7 @@ def next_block(queue: UnitQueue, shape: StepShape, balance: BalanceConfig) -> Bl
     first = table.windows[0]
     if not before.windows and first.start.window == before.cursor.window:
         before = replace(before, windows=(first,), left=(np.arange(first.num_units),))
-    return Block(table=table, shape=shape, balance=balance, before=before, after=after)
+    return Block(table=table, shape=shape, balance=balance, rows=rows, before=before, after=after)
 
 
 def unit_at(table: UnitTable, number: int, unit_per_cost: float) -> Unit:
@@ -120,7 +123,7 @@ class Step:
     ) -> None:
         """Bind a block's step to the progress before each of its remaining micro-steps (and after the last)."""
         self._block = block
-        self._grid = grid[number]  # [micro, rank, row]
+        self._grid: npt.NDArray[np.int64] = grid[number]  # [micro, rank, row]
         self._number = number
         self._is_last = number == len(grid) - 1
         self._progress = progress

@@ -1,7 +1,8 @@
 """The unit stream, window by window.
 
-Enters: a cursor at the start of a window, and the mixture's terms. Leaves: that window's units and the cursor after it. A
-window is a pure function of the two: any process can plan any window that it has a cursor for. No world size here.
+Enters: a cursor at the start of a window, and the mixture's terms. Leaves: that window's units and the cursor after
+it. A window is a pure function of the two: any process can plan any window that it has a cursor for. No world size
+here.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Window:
 
 
 def epoch_at(positions: Sequence[int], streams: Sequence[SourceStream], terms: Terms) -> int:
-    """Return the epoch that a mixture is in: that of its foremost source, or of its last one where all have to finish."""
+    """Return the epoch of a mixture: that of its foremost source, or of its last one where all have to finish."""
     share = dict(zip(terms.names, terms.shares, strict=True))
     epochs = [
         position // stream.epoch_length
@@ -106,7 +107,8 @@ def plan_window(cursor: Cursor, streams: Sequence[SourceStream], config: PlanCon
     if not len(fresh) and not len(cursor.carry):
         return None
     samples = concatenate([part for part in (cursor.carry, fresh) if len(part)])
-    cut = cut_units(samples, config.mode, Key(seed=config.seed, purpose="units", index=cursor.window), last=ended)
+    key = Key(seed=config.seed, purpose="units", index=cursor.window) if config.shuffle else None
+    cut = cut_units(samples, config.mode, key, last=ended)
     splits, carry = cut.splits, cut.carry
     if max_units is not None and cursor.units + len(splits) - 1 >= max_units:
         splits, carry, ended = splits[: max_units - cursor.units + 1], Samples.empty(), True
@@ -164,7 +166,7 @@ def _draw_fresh(
 def _sums(values: Ints, splits: Ints) -> Ints:
     """Add up the values of each unit."""
     totals = np.concatenate([[0], np.cumsum(values)])
-    return totals[splits[1:]] - totals[splits[:-1]]
+    return np.asarray(totals[splits[1:]] - totals[splits[:-1]])
 
 
 def _hash_units(refs: Ints, splits: Ints, names: Sequence[str]) -> npt.NDArray[np.uint64]:
