@@ -1,7 +1,8 @@
 """Speed and memory of reading sources, as ratios within one run. Run by hand: `python benchmarks/sources.py [--quick]`.
 
-Each row is a fresh process, so that its peak memory (VmHWM) is its own. The yardstick of speed is reading the same
-bytes and doing nothing with them; the yardstick of memory is the same process with a file of ten records.
+Each row is a fresh process, so that its peak memory (VmHWM) is its own. Seconds are of the processor, as neighbours
+must not count. The yardstick of speed is reading the same bytes and doing nothing with them; the yardstick of memory is
+the same process with a file of ten records.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CHILD = """
 import json, sys, time
 from vlm_stream.sources import open_source
 path, how = sys.argv[1:]
-start = time.perf_counter()
+start = time.process_time()
 num = 0
 if how == "read bytes":
     with open(path, "rb", buffering=0) as file:
@@ -36,7 +37,7 @@ else:
             source.read(index)
     else:
         source.read(num // 2)
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(json.dumps([seconds, peak / 1024]))
 """
@@ -73,7 +74,7 @@ def main() -> None:
         base_mb = measure(tiny, "open")[1]
         print(f"peak memory of a process with 10 records: {base_mb:.0f} MB (all figures below are on top of it)\n")
         print(
-            f"{'input':16}{'records':>10}{'MB':>7}  {'what':17}{'s':>7}{'MB/s':>7}{'/bytes':>8}{'peak MB':>9}"
+            f"{'input':16}{'records':>10}{'MB':>7}  {'what':17}{'CPU s':>7}{'MB/s':>7}{'/bytes':>8}{'peak MB':>9}"
             f"{'B/record':>10}"
         )
         for name in ("a.jsonl", "a.json", "a.jsonl.gz"):

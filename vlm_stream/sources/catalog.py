@@ -79,7 +79,7 @@ class Catalog:
             on_mismatch=self.on_mismatch,
             source=self.name,
             number=number,
-            origin=self.data.where(number),
+            origin=origin,
         )
 
 

@@ -84,9 +84,8 @@ class _Scan:
         folded = data & _CASE
         at = np.flatnonzero((data == _QUOTE) | (data == _COMMA) | (folded == _OPEN) | (folded == _CLOSE))  # [m] marks
         byte, folded = data[at], folded[at]  # [m]
-        inside = (
-            np.logical_xor.accumulate(_real_quotes(data, at, byte == _QUOTE)) ^ self.in_string
-        )  # [m] after the mark
+        quotes = _real_quotes(data, at, byte == _QUOTE)
+        inside = np.logical_xor.accumulate(quotes) ^ self.in_string  # [m] after the mark
         step = (folded == _OPEN).astype(np.int8) - (folded == _CLOSE)
         step[inside] = 0
         depth = self.depth + np.cumsum(step, dtype=np.int32)  # [m] after the mark

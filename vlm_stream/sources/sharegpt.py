@@ -78,7 +78,7 @@ def map_sharegpt(example: Mapping[str, Any], form: ShareGptForm) -> tuple[Conver
     if not isinstance(messages, list):
         return [], [Mismatch("messages_not_a_list", f"'{form.messages}' is {show(messages)}, not a list of turns")]
     media = ExampleMedia(example, form, mismatches)
-    roles = form.roles()
+    roles = form.roles
     conversation: Conversation = []
     for number, message in enumerate(messages, 1):
         turn = f"turn {number}"
