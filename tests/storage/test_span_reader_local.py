@@ -9,6 +9,14 @@ from hypothesis import strategies as st
 
 from vlm_stream.errors import BadSampleError, ChangedObjectError, NotFoundError
 from vlm_stream.storage import Member, ReadOptions, SpanReader, open_store
+from vlm_stream.storage.local import LocalStore
+
+
+@pytest.fixture(params=["in memory", "on disk"], autouse=True)
+def residency(request, monkeypatch):
+    """Read both ways: files in the page cache without threads, others with them."""
+    if request.param == "on disk":
+        monkeypatch.setattr(LocalStore, "is_resident", lambda *_: False)
 
 
 def test_samples_come_in_plan_order_with_their_bytes(local_shards):

@@ -183,7 +183,7 @@ def test_retries_and_deadline_run_out(s3_shards, proxy):
         pytest.raises(StorageError, match=r"could not be read in .* with retries"),
     ):
         list(reader.read([(0, s3_shards.spans[0])]))
-        assert reader.metrics.requests == 3
+    assert reader.metrics.requests == 3
     proxy.faults = lambda *_: Fault("status", status=503)
     with (
         SpanReader(store_options=proxied(proxy, retry={"deadline_s": 0.3})) as reader,

@@ -17,6 +17,7 @@ import importlib.util
 import os
 import sys
 import threading
+from multiprocessing import parent_process
 from typing import Any
 
 from vlm_stream.errors import StorageError
@@ -38,7 +39,8 @@ def obstore_here() -> Any:
         return module
     with _LOCKS.setdefault(pid, threading.Lock()):
         if pid not in _LOADED:
-            inherited = bool(_LOADED)
+            # A child process that finds the library loaded may have inherited it from whoever used it before.
+            inherited = bool(_LOADED) or ("obstore._obstore" in sys.modules and bool(parent_process()))
             _INHERITED.extend(_LOADED.values())
             _LOADED.clear()
             _LOADED[pid] = _load_again() if inherited else importlib.import_module("obstore")

@@ -33,6 +33,8 @@ class RangeRequest:
     size: int
     spans: tuple[int, ...]
     """Positions of the spans that need these bytes."""
+    shard_size: int | None = None
+    etag: str | None = None
 
 
 def plan_requests(spans: Sequence[Span], options: ReadOptions) -> list[RangeRequest]:
@@ -49,7 +51,7 @@ def plan_requests(spans: Sequence[Span], options: ReadOptions) -> list[RangeRequ
 
 def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOptions) -> list[RangeRequest]:
     """Merge the spans of one shard along their offsets."""
-    root, path = spans[positions[0]].root, spans[positions[0]].path
+    first = spans[positions[0]]
     max_gap = _max_gap(spans, positions, options)
     requests: list[RangeRequest] = []
     begin = end = 0
@@ -57,7 +59,9 @@ def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOption
 
     def close_run() -> None:
         if members:
-            requests.append(RangeRequest(root, path, begin, end - begin, tuple(members)))
+            requests.append(
+                RangeRequest(first.root, first.path, begin, end - begin, tuple(members), first.shard_size, first.etag)
+            )
 
     for position in sorted(positions, key=lambda p: (spans[p].offset, spans[p].size)):
         span = spans[position]
@@ -91,6 +95,6 @@ def _parts(span: Span, position: int, max_bytes: int) -> list[RangeRequest]:
     num_parts = -(-span.size // max_bytes)
     bounds = [span.size * part // num_parts for part in range(num_parts + 1)]
     return [
-        RangeRequest(span.root, span.path, span.offset + low, high - low, (position,))
+        RangeRequest(span.root, span.path, span.offset + low, high - low, (position,), span.shard_size, span.etag)
         for low, high in itertools.pairwise(bounds)
     ]

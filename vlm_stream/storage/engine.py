@@ -1,7 +1,9 @@
 """The threads behind a reader: requests in, futures of bytes out.
 
 Threads, and not an event loop, because the client's blocking calls were measured at half the processor time of its
-asynchronous ones, and at a higher rate. Local files get a few threads of their own. An engine belongs to one process.
+asynchronous ones, and at a higher rate. Local files that are in memory need no thread at all; others get a few of their
+own; so do shards that pass through the node cache, because those wait for the network's threads. An engine belongs to
+one process.
 """
 
 from __future__ import annotations
@@ -10,20 +12,23 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from vlm_stream.storage.fetch import fetch_range, hedged
+from vlm_stream.storage.coalesce import RangeRequest
+from vlm_stream.storage.fetch import RangeSource, fetch_range, hedged
+from vlm_stream.storage.local import LocalStore
+from vlm_stream.storage.shard_download import ShardDownloads
 from vlm_stream.storage.store import Fetched, Store, open_store
 from vlm_stream.storage.traffic import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vlm_stream.storage.coalesce import RangeRequest
     from vlm_stream.storage.metrics import ReadMetrics
     from vlm_stream.storage.options import ReadOptions, StoreOptions
+    from vlm_stream.storage.values import Span
 
 __all__ = ["Engine"]
 
-_FILE_THREADS = 4
+_FILE_THREADS = 8
 _NAME = "vlm-stream-read"
 
 
@@ -47,20 +52,51 @@ class Engine:
         self._files = ThreadPoolExecutor(_FILE_THREADS, thread_name_prefix=_NAME)
         self._network = ThreadPoolExecutor(options.max_inflight, thread_name_prefix=_NAME)
         self._racers = ThreadPoolExecutor(2 * options.max_inflight, thread_name_prefix=_NAME)
+        self._cached = ThreadPoolExecutor(options.max_inflight, thread_name_prefix=_NAME)
+        self._downloads = None
+        if options.cache_dir is not None:
+            self._downloads = ShardDownloads(options, self._network, self._traffic)
 
-    def submit(self, request: RangeRequest) -> Future[Fetched]:
-        """Start a request; those submitted earlier start earlier."""
+    def submit(self, request: RangeRequest) -> Future[Fetched] | None:
+        """Start a request; those submitted earlier start earlier.
+
+        Returns:
+            None when the bytes are in memory already: `read_now` is then cheaper than any thread.
+        """
         store = self._store(request.root)
-        if hasattr(store, "open_range"):
-            return self._network.submit(self._fetch_remote, store, request)
-        return self._files.submit(self._fetch_file, store, request)
+        if isinstance(store, LocalStore) and store.is_resident(request.path, request.offset, request.size):
+            self._metrics.add(requests=1)
+            return None
+        if not isinstance(store, RangeSource):
+            return self._files.submit(self._fetch_file, store, request)
+        if self._downloads is not None:
+            return self._cached.submit(self._fetch_cached, self._downloads, store, request)
+        return self._network.submit(self._fetch_remote, store, request)
+
+    def read_now(self, span: Span) -> Fetched:
+        """Read one span in the caller's thread."""
+        fetched = self._store(span.root).fetch(span.path, span.offset, span.size)
+        self._metrics.add(bytes_read=len(fetched.data))
+        return fetched
+
+    def read_again(self, span: Span) -> Fetched:
+        """Read a span whose bytes were found wrong: past the cache, which loses the shard."""
+        self._metrics.add(rereads=1)
+        store = self._store(span.root)
+        request = RangeRequest(span.root, span.path, span.offset, span.size, (0,), span.shard_size, span.etag)
+        if not isinstance(store, RangeSource):
+            return self._fetch_file(store, request)
+        if self._downloads is not None:
+            self._downloads.discard(store, request)
+        return self._network.submit(self._fetch_remote, store, request).result()
 
     def close(self) -> None:
         """Stop what is under way and wait until every thread has ended."""
         self._traffic.close()
-        for pool in (self._network, self._racers, self._files):
+        pools = (self._cached, self._network, self._racers, self._files)
+        for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
-        for pool in (self._network, self._racers, self._files):
+        for pool in pools:
             pool.shutdown(wait=True)
         self._stores.clear()
 
@@ -75,9 +111,12 @@ class Engine:
         self._metrics.add(requests=1, bytes_read=len(fetched.data))
         return fetched
 
-    def _fetch_remote(self, store: Store, request: RangeRequest) -> Fetched:
+    def _fetch_cached(self, downloads: ShardDownloads, store: RangeSource, request: RangeRequest) -> Fetched:
+        return downloads.read(store, request) or self._fetch_remote(store, request)
+
+    def _fetch_remote(self, store: RangeSource, request: RangeRequest) -> Fetched:
         def read() -> Fetched:
-            return fetch_range(store, request.path, request.offset, request.size, self._traffic)  # type: ignore[arg-type]
+            return fetch_range(store, request.path, request.offset, request.size, self._traffic)
 
         if self._options.hedge_after_s is None:
             return read()

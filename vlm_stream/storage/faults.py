@@ -20,6 +20,9 @@ __all__ = ["error_of", "fault_of", "fault_of_status"]
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _QUERY = re.compile(r"\?[^\s\"']+")
+_CAUSE = re.compile(
+    r'message: "([^"]+)"|"((?:dns|tcp connect) error)"|(InvalidCertificate)|(TimedOut|IncompleteMessage)'
+)
 _MAX_TEXT = 400
 _BY_NAME: dict[str, FaultKind] = {
     "PermissionDeniedError": "refused",
@@ -44,6 +47,8 @@ def fault_of(error: BaseException) -> Fault:
         return Fault(_BY_NAME[name], text)
     if "non-partial response" in text:
         return Fault("no_ranges", text)
+    if "InvalidCertificate" in text:
+        return Fault("untrusted", text)
     if "HTTP error" in text or isinstance(error, (TimeoutError, ConnectionError)):
         return Fault("transient", text)
     return Fault("unknown", text)
@@ -76,6 +81,11 @@ def error_of(fault: Fault, url: str, seconds: float) -> VlmStreamError:
             f"{url} was replaced while it was being read. Bytes of two versions must not be mixed; "
             f"read the dataset again once it is at rest. The store said: {fault.text}"
         )
+    if fault.kind == "untrusted":
+        return StorageError(
+            f"The certificate of the server of {url} is not trusted, so nothing is read from it. Check the host name "
+            f"and the clock; for a private authority set ca_file. The client said: {fault.text}"
+        )
     if fault.kind == "no_ranges":
         return StorageError(
             f"The server of {url} does not serve byte ranges, and samples are read as ranges. "
@@ -90,5 +100,8 @@ def error_of(fault: Fault, url: str, seconds: float) -> VlmStreamError:
 
 
 def _clean(text: str) -> str:
-    text = text.split("\n\nDebug source", 1)[0]
-    return _QUERY.sub("?...", " ".join(text.split()))[:_MAX_TEXT]
+    """Return the first sentence of a client's message, with the innermost cause out of its debug dump."""
+    sentence, _, dump = text.partition("\n\nDebug source")
+    causes = [next(filter(None, match.groups())) for match in _CAUSE.finditer(dump)]
+    sentence = _QUERY.sub("?...", " ".join(sentence.split()))[:_MAX_TEXT]
+    return f"{sentence} ({causes[-1]})" if causes else sentence

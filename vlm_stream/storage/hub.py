@@ -77,8 +77,9 @@ class HubStore:
         if info is None:
             info = self._infos[path] = self._info(path)
         end = info.size if size is None else min(offset + size, info.size)
-        # An empty range would be sent as an open one.
-        data = self._filesystem().cat_file(self.url(path), start=offset, end=end) if end > offset else b""
+        data = b""
+        if end > offset:  # an empty range would be sent as an open one; read-ahead is the reader's concern
+            data = self._filesystem().cat_file(self.url(path), start=offset, end=end, cache_type="none")
         return RangeBody(iter([data]), len(data), info.size, info.etag)
 
     def fault_of(self, error: Exception) -> Fault:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
-import tempfile
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -73,25 +73,40 @@ class LocalStore:
 
     def fetch(self, path: str, offset: int, size: int) -> Fetched:
         """Return one range and the file's size. Local files have no etag: copies of a dataset must stay equal."""
-        with _translated(self.url(path)):
-            file = self._open(path)
+        try:
+            file = self._open(path)  # held by name: whoever lets go last closes it
             data = os.pread(file.descriptor, size, offset)
             if len(data) < size:
                 data = _read_rest(file.descriptor, data, offset, size)
             return Fetched(data, os.fstat(file.descriptor).st_size, None)
+        except OSError as error:
+            raise _error_of(error, self.url(path)) from error
+
+    def is_resident(self, path: str, offset: int, size: int) -> bool:
+        """Return whether a range seems to lie in the page cache: its first and last byte can be had without waiting.
+
+        Never wrong in a way that matters: a page that is gone after all is read when it is wanted. File systems that
+        cannot tell (most network ones) say no.
+        """
+        if not hasattr(os, "RWF_NOWAIT") or size == 0:
+            return False
+        try:
+            file, one = self._open(path), bytearray(1)
+            return all(os.preadv(file.descriptor, [one], at, os.RWF_NOWAIT) for at in (offset, offset + size - 1))
+        except OSError:
+            return False
 
     def put(self, path: str, data: PutData) -> None:
         """Write beside the target, flush to disk, then rename over it."""
         target = self._path(path)
         with _translated(self.url(path)):
             target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(prefix=_TEMP_PREFIX, dir=target.parent)
-            temporary = Path(name)
+            temporary = target.parent / f"{_TEMP_PREFIX}{secrets.token_hex(8)}"
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     _copy_into(file, data)
                     file.flush()
-                    os.fchmod(file.fileno(), 0o666 & ~_umask())
                     os.fsync(file.fileno())
                 temporary.replace(target)
             except BaseException:
@@ -169,13 +184,6 @@ def _copy_into(file: Any, data: PutData) -> None:
         )
 
 
-def _umask() -> int:
-    """Return the process's file mode mask; the system call can only be asked by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
 def _sync_folder(folder: Path) -> None:
     """Make a rename survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -190,10 +198,14 @@ def _translated(url: str) -> Iterator[None]:
     """Turn what the operating system says into the error tree."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise NotFoundError(f"There is no file {url}. Check the path, and that the disk is mounted here.") from error
-    except PermissionError as error:
-        raise AccessError(f"{url} may not be opened by this user ({error.strerror}). Check its mode.") from error
     except OSError as error:
-        hint = "Free some space." if error.errno == errno.ENOSPC else "Check the disk and the mount."
-        raise StorageError(f"{url} could not be read or written: {error.strerror or error}. {hint}") from error
+        raise _error_of(error, url) from error
+
+
+def _error_of(error: OSError, url: str) -> StorageError:
+    if isinstance(error, FileNotFoundError):
+        return NotFoundError(f"There is no file {url}. Check the path, and that the disk is mounted here.")
+    if isinstance(error, PermissionError):
+        return AccessError(f"{url} may not be opened by this user ({error.strerror}). Check its mode.")
+    hint = "Free some space." if error.errno == errno.ENOSPC else "Check the disk and the mount."
+    return StorageError(f"{url} could not be read or written: {error.strerror or error}. {hint}")

@@ -21,14 +21,14 @@ class ReadTotals:
     bytes_wanted: int = 0
     """Of the samples that were handed out."""
     bytes_read: int = 0
-    """That came over the wire or from a file, used or not."""
+    """That came over the wire or from a local dataset, used or not; reads of the node cache are not counted."""
     retries: int = 0
     throttles: int = 0
     hedges: int = 0
     rereads: int = 0
     """Spans read once more because their checksum did not match."""
     cache_hits: int = 0
-    """Spans served from the node cache."""
+    """Requests that found their shard in the node cache, or got it from another's download."""
     cache_downloads: int = 0
     """Whole shards that this process brought into the node cache."""
     queue_wait_s: float = 0.0

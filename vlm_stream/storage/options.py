@@ -57,11 +57,13 @@ class StoreOptions:
     """`endpoint/bucket/key` (True) or `bucket.endpoint/key` (False); path style when None."""
     allow_http: bool = False
     """Accept endpoints without TLS."""
+    ca_file: str | None = None
+    """PEM file with further certificate authorities: servers under a private one."""
     profile: str | None = None
     """Profile of the shared AWS credentials file; `AWS_PROFILE`, then `default`, when None."""
     connect_timeout_s: float = 5.0
     """Give up connecting after this long (and try again)."""
-    read_timeout_s: float = 30.0
+    read_timeout_s: float = 10.0
     """A body that brings no byte for this long is broken (and resumed)."""
     retry: RetryOptions = RetryOptions()
 

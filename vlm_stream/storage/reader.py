@@ -40,7 +40,8 @@ class _Flight:
     """A request under way, and how many samples still need its bytes."""
 
     request: RangeRequest
-    future: Future[Fetched]
+    future: Future[Fetched] | None
+    """None: the bytes lie in memory, and are read when their sample is due."""
     num_users: int
 
 
@@ -129,7 +130,8 @@ class SpanReader:
         finally:
             for waiting in queue:
                 for flight in waiting.flights:
-                    flight.future.cancel()
+                    if flight.future is not None:
+                        flight.future.cancel()
 
     def _launch(self, batch: list[_Waiting[T]]) -> int:
         """Start the requests of a batch; return their bytes."""
@@ -148,23 +150,30 @@ class SpanReader:
             self._engine = Engine(self._options, self._given_stores, self._store_options, self._metrics)
         return self._engine
 
+    def _wait_for(self, waiting: _Waiting[T]) -> Buffer:
+        """Return a sample's bytes once they are here, from a shard that is still the one that was indexed."""
+        futures = [flight.future for flight in waiting.flights if flight.future is not None]
+        if len(futures) < len(waiting.flights):
+            fetched = self._running_engine().read_now(waiting.span)
+            check_unchanged(waiting.span, fetched)
+            return fetched.data
+        parts = [future.result() for future in futures]
+        for part in parts:
+            check_unchanged(waiting.span, part)
+        return _span_bytes(waiting.span, waiting.flights, parts)
+
     def _finish(self, waiting: _Waiting[T]) -> SpanResult:
         """Wait for a sample's bytes, check them, cut them into members."""
         span = waiting.span
-        begin = time.perf_counter()
-        fetched = [flight.future.result() for flight in waiting.flights]
-        self._metrics.add(queue_wait_s=time.perf_counter() - begin, samples=1, bytes_wanted=span.size)
-        for part in fetched:
-            check_unchanged(span, part)
-        data = _span_bytes(span, waiting.flights, fetched)
+        begun_s = time.perf_counter()
+        data = self._wait_for(waiting)
+        waited_s = time.perf_counter() - begun_s
         damage = find_damage(span, data)
         if damage is not None and damage.reason in ("crc_mismatch", "truncated"):
-            self._metrics.add(rereads=1)
-            again = RangeRequest(span.root, span.path, span.offset, span.size, (0,))
-            data = self._running_engine().submit(again).result().data
+            data = self._running_engine().read_again(span).data
             damage = find_damage(span, data)
+        self._metrics.add(queue_wait_s=waited_s, samples=1, bytes_wanted=span.size, bad_samples=int(damage is not None))
         if damage is not None:
-            self._metrics.add(bad_samples=1)
             return damage
         return cut_members(span, data)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -189,14 +190,19 @@ def _check_url(root: str) -> None:
 def client_settings(root: str, options: StoreOptions) -> tuple[str, dict[str, Any]]:
     """Return the client's class name and arguments for a URL: everything but the retries."""
     parts = urlsplit(root)
-    transport = {
+    transport: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=options.connect_timeout_s),
         "read_timeout": timedelta(seconds=options.read_timeout_s),
         # The client's own limit for a whole body would end large reads; the deadline is kept outside.
         "timeout": timedelta(seconds=options.retry.deadline_s),
     }
     if options.allow_http or parts.scheme == "http":
-        transport["allow_http"] = True  # type: ignore[assignment]
+        transport["allow_http"] = True
+    if options.ca_file is not None:
+        try:
+            transport["root_certificate"] = Path(options.ca_file).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"StoreOptions.ca_file {options.ca_file} cannot be read: {error.strerror}.") from error
     arguments: dict[str, Any] = {"client_options": transport}
     if parts.scheme in ("http", "https"):
         return "HTTPStore", {"url": root, **arguments}

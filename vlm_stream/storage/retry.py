@@ -20,6 +20,7 @@ FaultKind: TypeAlias = Literal[
     "refused",  # 401, 403, 400
     "changed",  # 412
     "past_end",  # 416
+    "untrusted",  # the server's certificate
     "no_ranges",  # the server sends whole objects alone
     "unknown",  # anything else
 ]

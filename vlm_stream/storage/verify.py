@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vlm_stream.storage.store import Buffer, Fetched
     from vlm_stream.storage.values import Span
 
-__all__ = ["check_unchanged", "crc32c_of", "cut_members", "find_damage"]
+__all__ = ["check_unchanged", "check_unchanged_object", "crc32c_of", "cut_members", "find_damage"]
 
 _CHUNK_BYTES = 256 * 1024
 
@@ -31,15 +31,22 @@ def crc32c_of(data: Buffer) -> int:
 
 
 def check_unchanged(span: Span, fetched: Fetched) -> None:
-    """Raise when the object is not the one that the manifest describes."""
+    """Raise when a span's shard is not the one that the manifest describes; what is not known is not compared."""
+    if fetched.object_size != span.shard_size or fetched.etag != span.etag:
+        check_unchanged_object(join_url(span.root, span.path), (span.shard_size, span.etag), fetched)
+
+
+def check_unchanged_object(url: str, expected: tuple[int | None, str | None], fetched: Fetched) -> None:
+    """Raise when an object has another size or etag than expected."""
+    size, etag = expected
     differences = []
-    if None not in (span.shard_size, fetched.object_size) and span.shard_size != fetched.object_size:
-        differences.append(f"{fetched.object_size} bytes instead of {span.shard_size}")
-    if None not in (span.etag, fetched.etag) and _bare(span.etag) != _bare(fetched.etag):
-        differences.append(f"etag {fetched.etag} instead of {span.etag}")
+    if None not in (size, fetched.object_size) and size != fetched.object_size:
+        differences.append(f"{fetched.object_size} bytes instead of {size}")
+    if None not in (etag, fetched.etag) and _bare(etag) != _bare(fetched.etag):
+        differences.append(f"etag {fetched.etag} instead of {etag}")
     if differences:
         raise ChangedObjectError(
-            f"{join_url(span.root, span.path)} is not the shard that its manifest describes: "
+            f"{url} is not the shard that its manifest describes: "
             f"{' and '.join(differences)}. Its index would point at wrong bytes, so nothing of it is used. "
             f"Restore the shard, or write index and manifest again."
         )
@@ -47,31 +54,36 @@ def check_unchanged(span: Span, fetched: Fetched) -> None:
 
 def find_damage(span: Span, data: Buffer) -> BadSampleError | None:
     """Return what is wrong with a span's bytes, or None."""
-    place = f"bytes {span.offset}..{span.offset + span.size} of {join_url(span.root, span.path)}"
     if len(data) < span.size:
-        return BadSampleError(
-            "read",
+        return _bad(
+            span,
             "truncated",
-            f"{place}: only {len(data)} of {span.size} are there, so the sample is left out. "
+            f"only {len(data)} of {span.size} are there, so the sample is left out. "
             f"The shard was cut short; copy or write it again.",
         )
     crc = crc32c_of(data)
     if crc != span.crc32c:
-        return BadSampleError(
-            "read",
+        return _bad(
+            span,
             "crc_mismatch",
-            f"{place} have crc32c {crc:08x} where the index says {span.crc32c:08x}, also when read again, so the "
-            f"sample is left out. The shard is damaged or was changed after indexing; copy or write it again.",
+            f"crc32c is {crc:08x} where the index says {span.crc32c:08x}, also when read again, so the sample is "
+            f"left out. The shard is damaged or was changed after indexing; copy or write it again.",
         )
+    end = span.offset + span.size
     for member in span.members:
-        if member.offset < span.offset or member.offset + member.size > span.offset + span.size:
-            return BadSampleError(
-                "read",
+        if member.offset < span.offset or member.offset + member.size > end:
+            return _bad(
+                span,
                 "member_outside_span",
-                f"{place}: member '{member.name}' lies at {member.offset}..{member.offset + member.size}, outside "
-                f"of its sample, so the sample is left out. The index is damaged; index the shard again.",
+                f"member '{member.name}' lies at {member.offset}..{member.offset + member.size}, outside of its "
+                f"sample, so the sample is left out. The index is damaged; index the shard again.",
             )
     return None
+
+
+def _bad(span: Span, reason: str, detail: str) -> BadSampleError:
+    place = f"bytes {span.offset}..{span.offset + span.size} of {join_url(span.root, span.path)}"
+    return BadSampleError("read", reason, f"{place}: {detail}")
 
 
 def cut_members(span: Span, data: Buffer) -> dict[str, memoryview]:

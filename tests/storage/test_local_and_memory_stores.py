@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import pickle
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from vlm_stream.errors import AccessError, ConfigError, NotFoundError, StorageError
+from vlm_stream.storage import Store, open_store
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request, tmp_path):
+    return open_store(str(tmp_path / "data") if request.param == "local" else f"memory://{request.node.name}")
+
+
+def test_put_get_ranges_head_list_delete(store, tmp_path):
+    assert isinstance(store, Store)
+    store.put("a/b.bin", b"0123456789")
+    assert store.get("a/b.bin") == b"0123456789"
+    ranges = store.get_ranges("a/b.bin", [(2, 3), (8, 100), (0, 0), (100, 3)])
+    assert [bytes(each) for each in ranges] == [b"234", b"89", b"", b""]
+    (tmp_path / "file").write_bytes(b"from a file")
+    for path, data in (("c", bytearray(b"1")), ("d", io.BytesIO(b"22")), ("e", tmp_path / "file")):
+        store.put(path, data)
+    assert [(info.path, info.size) for info in store.list()] == [("a/b.bin", 10), ("c", 1), ("d", 2), ("e", 11)]
+    assert [info.path for info in store.list("a/")] == ["a/b.bin"]
+    assert store.head("d").size == 2
+    store.put("d", b"replaced")
+    assert bytes(store.get_ranges("d", [(0, 100)])[0]) == b"replaced"
+    store.delete("d")
+    for call in (store.get, store.head, store.delete, lambda path: store.get_ranges(path, [(0, 1)])):
+        with pytest.raises(NotFoundError, match=r"There is no (file|object) .*/d"):
+            call("d")
+    with pytest.raises(ConfigError, match="put\\(\\) was given int, which holds no bytes"):
+        store.put("x", 5)
+    assert pickle.loads(pickle.dumps(store)).get("c") == b"1"
+
+
+def test_written_files_have_the_usual_mode(tmp_path):
+    open_store(str(tmp_path)).put("x", b"1")
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o666 & ~mask
+
+
+def test_a_failed_write_leaves_the_old_object_and_no_litter(tmp_path):
+    store = open_store(str(tmp_path))
+    store.put("x", b"old")
+
+    class Broken(io.RawIOBase):
+        def read(self, size=-1):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(StorageError, match=r"No space left on device\. Free some space"):
+        store.put("x", Broken())
+    assert store.get("x") == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def _write_for_ever(folder, started):
+    store = open_store(folder)
+    started.set()
+    while True:
+        for byte in (b"a", b"b"):
+            store.put("x", byte * 300_000)
+
+
+def test_kill_9_during_writes_leaves_a_whole_object(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    started = context.Event()
+    child = context.Process(target=_write_for_ever, args=(str(tmp_path), started))
+    child.start()
+    assert started.wait(60)
+    store = open_store(str(tmp_path))
+    end = time.monotonic() + 20
+    while not (tmp_path / "x").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    for _ in range(50):
+        assert store.get("x") in (b"a" * 300_000, b"b" * 300_000)
+    child.kill()
+    child.join()
+    assert store.get("x") in (b"a" * 300_000, b"b" * 300_000)
+    assert [info.path for info in store.list()] == ["x"]
+
+
+def test_a_folder_in_the_way_is_an_error_that_says_so(tmp_path):
+    (tmp_path / "x").mkdir()
+    with pytest.raises(StorageError, match="x could not be read or written: Is a directory"):
+        open_store(str(tmp_path)).get("x")
+
+
+def test_no_permission(tmp_path, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # a superuser may read everything, so the refusal is made up
+    with pytest.raises(AccessError, match="may not be opened by this user"):
+        open_store(str(tmp_path)).get("x")
+
+
+def test_many_files_do_not_stay_open(tmp_path):
+    store = open_store(str(tmp_path))
+    for number in range(200):
+        (tmp_path / str(number)).write_bytes(b"x")
+    before = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    for number in range(200):
+        store.get_ranges(str(number), [(0, 1)])
+    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) - before <= 128
