@@ -15,20 +15,24 @@ import pytest
 import soundfile
 from PIL import Image
 
-from vlm_stream.errors import BadSampleError, ConfigError, MissingExtraError, SourceError
+import vlm_stream.sources
+from vlm_stream.errors import BadSampleError, MissingExtraError, SourceError
 from vlm_stream.sources import (
+    FACTORIES,
     HFSource,
-    build_mock_vlm_dataset,
     json2token,
     make_cord_v2_dataset,
     make_cv17_dataset,
     make_llava_onevision_dataset,
     make_medpix_dataset,
     make_rdr_dataset,
+    make_sharegpt_dataset,
     make_shopify_product_catalogue_dataset,
     make_tulu3_dataset,
     make_tulu3_magicoder_text_mix_dataset,
     make_unimm_chat_dataset,
+    open_factory,
+    open_source,
 )
 from vlm_stream.sources.make_audio import resample
 
@@ -306,6 +310,46 @@ def test_tulu3_magicoder_mix():
         make_tulu3_magicoder_text_mix_dataset(tulu, code, probabilities=(0.5, 0.6))
 
 
+def test_any_sharegpt_dataset():
+    images = [[{"bytes": jpeg(0), "path": None}, {"bytes": jpeg(1), "path": None}], []]
+    dialogues = [turns(("human", "<image>a<image>"), ("gpt", "b")), turns(("human", "<image>"), ("gpt", "b"))]
+    rows = datasets.Dataset.from_dict({"conversations": dialogues, "images": images})
+    rows = rows.cast_column("images", datasets.List(datasets.Image()))
+    tags = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
+    source = make_sharegpt_dataset(rows, columns={"messages": "conversations"}, tags=tags)
+    stored = [item["image"] for item in source.read(0).conversation[0]["content"] if item["type"] == "image"]
+    assert stored == [jpeg(0), jpeg(1)]
+    assert source[0]["conversation"][0]["content"][2]["image"].size == (9, 6)
+    with pytest.raises(
+        BadSampleError, match=r"sharegpt:1: turn 1 \(user\) shows <image> number 1, but 'images' has 0\."
+    ):
+        source.read(1)
+    kept = make_sharegpt_dataset(rows, columns={"messages": "conversations"}, tags=tags, on_mismatch="keep")
+    assert kept.read(1).extras["_mismatches"][0].startswith("surplus_placeholder: ")
+
+
+def test_factories_by_name(tmp_path: Path):
+    image_rows("image", text=["a", "b"]).save_to_disk(str(tmp_path / "rdr"))
+    source = open_source(f"factory:rdr={tmp_path}/rdr")
+    assert source.counts == {"rdr": 2}
+    assert source.read(1).conversation[0]["content"][0]["image"] == jpeg(1)
+    datasets.Dataset.from_dict({"m": [messages("a", "b")]}).save_to_disk(str(tmp_path / "chat"))
+    chat = open_source(f"factory:sharegpt={tmp_path}/chat", columns={"messages": "m"}, on_mismatch="raise")
+    assert texts({"conversation": chat.read(0).conversation}) == [["a"], ["b"]]
+    with pytest.raises(SourceError, match=r"no dataset factory 'medpics' .*did you mean 'medpix'"):
+        open_source("factory:medpics")
+    with pytest.raises(SourceError, match=r"factory:sharegpt names no dataset; write factory:sharegpt=PATH_OR_HUB_ID"):
+        open_factory("factory:sharegpt")
+    with pytest.raises(
+        SourceError, match=r"the factory knows its columns; leave names, columns, tags and media_dir out"
+    ):
+        open_source("factory:rdr", media_dir="x")
+    with pytest.raises(SourceError, match=r"the dataset has one part and its own media; leave names and media_dir out"):
+        open_source("factory:sharegpt=x", names=["a"])
+    public = {name for name in dir(vlm_stream.sources) if name.startswith("make_") and name.endswith("_dataset")}
+    assert {make.__name__ for make in FACTORIES.values()} == public - {"make_meta_dataset"}
+
+
 def test_datasets_that_cannot_be_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
@@ -332,22 +376,3 @@ def test_audio_without_its_package(monkeypatch: pytest.MonkeyPatch):
     assert source.read(0).conversation[0]["content"][0]["audio"] == wav()
     with pytest.raises(MissingExtraError, match=r"Decoding audio needs the package 'soundfile'.*vlm-stream\[audio\]"):
         source[0]
-
-
-def test_mock():
-    samples = build_mock_vlm_dataset(3, 2, image_size=(20, 10), max_length=7, seed=5)
-    assert len(samples) == 3
-    user, assistant = samples[0]["conversation"]
-    assert [item["type"] for item in user["content"]] == ["image", "image", "text"]
-    assert user["content"][0]["image"].size == (20, 10)
-    rng = np.random.default_rng(5)  # images come first in the stream of random numbers
-    assert np.array_equal(np.asarray(user["content"][0]["image"]), rng.integers(0, 256, (10, 20, 3), dtype=np.uint8))
-    assert len(assistant["content"][0]["text"].split()) == 7
-    assert texts(samples[2]) == texts(build_mock_vlm_dataset(3, 2, (20, 10), max_length=7, seed=5)[2])
-    assert texts(samples[0])[1] != texts(samples[1])[1]
-    assert [texts(s)[1] for s in build_mock_vlm_dataset(3, responses=["a", "b"])] == [["a"], ["b"], ["a"]]
-    assert len(texts(build_mock_vlm_dataset(1)[0])[1][0].split()) == 256
-    with pytest.raises(ConfigError, match="build_mock_vlm_dataset has no option colour; leave it out"):
-        build_mock_vlm_dataset(colour=1)
-    with pytest.raises(ConfigError, match="responses is an empty list"):
-        build_mock_vlm_dataset(responses=[])

@@ -183,6 +183,12 @@ def test_collect_sample_stats(example: dict[str, Any], expected: dict[str, int])
     assert collect_sample_stats([example]) == {**dict.fromkeys(keys, 0), **expected}
 
 
+def test_passengers_of_odd_types_count_as_missing():
+    odd = {"conversation": _conversation({"type": "image", "image": "a"}), "_text_tokens": "9", "mm_inputs_meta": [1]}
+    stats = collect_sample_stats([odd])
+    assert stats["n_missing_text_tokens"] == stats["n_missing_mm_inputs_meta"] == 1
+
+
 def test_config(tmp_path: Path):
     write(tmp_path, "a.jsonl")
     config = MetaDatasetConfig(path_or_dataset=meta(tmp_path, a={"file_name": "a.jsonl"}), shard_data=True)
@@ -206,5 +212,5 @@ def test_loading_whole_files(tmp_path: Path):
     with pytest.raises(SourceError, match="Expected a JSON array"):
         load_json_or_jsonl(str(tmp_path / "b.json"))
     (tmp_path / "c.jsonl").write_text("{}\n{")
-    with pytest.raises(BadSampleError, match=r"c\.jsonl:2: broken JSON"):
+    with pytest.raises(BadSampleError, match=r"c\.jsonl:2: broken JSON .* cannot be loaded whole"):
         load_json_or_jsonl(str(tmp_path / "c.jsonl"))

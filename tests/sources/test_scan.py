@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import json
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_stream.errors import SourceError
 from vlm_stream.sources.scan_array import scan_array
 from vlm_stream.sources.scan_lines import scan_lines
+from vlm_stream.sources.spans import SpanBuilder
 
 # Characters that look like structure, escapes of every length, and text of one to four UTF-8 bytes.
 tricky = st.text(alphabet=st.sampled_from('[]{},:"\\ \n\tabé漢🙂')) | st.text(st.characters(exclude_categories=("Cs",)))
@@ -23,6 +25,7 @@ values = st.recursive(
 layouts = st.tuples(st.booleans(), st.sampled_from([None, 0, 2]), st.sampled_from(["", "\n", " \r\n\t"]))
 
 
+@settings(deadline=None)
 @given(records=st.lists(values, max_size=8), layout=layouts, chunk_bytes=st.integers(1, 40))
 def test_array_spans_hold_the_elements(records: list[object], layout: tuple[bool, int | None, str], chunk_bytes: int):
     ascii_only, indent, around = layout
@@ -37,6 +40,29 @@ def test_array_spans_hold_the_elements(records: list[object], layout: tuple[bool
             assert line == 1 + data[:first_byte].count(b"\n")
 
 
+@settings(deadline=None)
+@given(records=st.lists(values, max_size=4), chunk_bytes=st.integers(1, 40), data=st.data())
+def test_damage_never_passes_for_records(records: list[object], chunk_bytes: int, data: st.DataObject):
+    damaged = bytearray(json.dumps(records, ensure_ascii=False).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        position = data.draw(st.integers(1, len(damaged)))  # the opening bracket stays: it says that this is an array
+        piece = data.draw(st.sampled_from([b"", b'"', b"\\", b"[", b"]", b"{", b"}", b",", b":", b"\n", b"\xff", b"1"]))
+        damaged[position : position + data.draw(st.integers(0, 2))] = piece
+    text = bytes(damaged)
+    try:
+        expected = json.loads(text)
+    except ValueError:
+        expected = None
+    try:
+        spans = scan_array(io.BytesIO(text), "a.json", chunk_bytes=chunk_bytes)
+        pieces = zip(spans.begins.tolist(), spans.sizes.tolist(), strict=True)
+        found = [json.loads(text[begin : begin + size]) for begin, size in pieces]
+    except (ValueError, SourceError):
+        found = None
+    assert found == expected
+
+
+@settings(deadline=None)
 @given(
     lines=st.lists(
         values.map(lambda v: json.dumps(v, ensure_ascii=False)) | st.sampled_from(["", " ", "\t\r"]), max_size=8
@@ -56,6 +82,7 @@ def test_line_spans_hold_the_filled_lines(lines: list[str], ending: str, last_ne
     assert found == expected
 
 
+@settings(deadline=None)
 @given(records=st.lists(values, min_size=1, max_size=5), chunk_bytes=st.integers(1, 40), data=st.data())
 def test_a_cut_array_is_refused(records: list[object], chunk_bytes: int, data: st.DataObject):
     whole = json.dumps(records).encode()
@@ -76,6 +103,17 @@ def test_what_follows_an_array_is_refused(text: str, chunk_bytes: int):
 @pytest.mark.parametrize("text", ["[]", "[ \n ]", " [\n]\n"])
 def test_an_empty_array_has_no_records(text: str):
     assert len(scan_array(io.BytesIO(text.encode()), "a.json", chunk_bytes=1)) == 0
+
+
+def test_spans_widen_for_files_beyond_4_gib():
+    builder = SpanBuilder()
+    builder.add(np.array([0, 10]), np.array([10, 30]), np.array([1, 2]))
+    builder.add(np.array([30]), np.array([2**33]), np.array([2**32 + 3]))
+    builder.add(np.array([2**33]), np.array([2**33 + 1]), np.array([4]))
+    spans = builder.build()
+    assert spans.begins.tolist() == [0, 10, 30, 2**33]
+    assert spans.sizes.tolist() == [10, 20, 2**33 - 30, 1]
+    assert spans.lines.tolist() == [1, 2, 2**32 + 3, 4]
 
 
 def test_a_trailing_comma_leaves_an_empty_record():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_stream.conversation import iter_media
@@ -264,6 +264,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["messages", "images", "videos", "audios", "x"]), json_values, max_size=5)
     | json_values
@@ -276,6 +277,7 @@ def test_any_json_value_maps_or_is_named(value: Any):
         assert message["content"]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from(["<image>", "<video>", "<audio>", "word"]), max_size=5), min_size=1, max_size=4)
 )

@@ -9,13 +9,14 @@ In the order in which data meets the files: `open_source` decides what the input
 parses (`parse`) what is read, `sharegpt` maps an example (its `form`, `example_media`, `mismatch`) to a conversation,
 `catalog` makes the `record`, `ratio` picks and deals, `group` joins. Beside that path: `meta_dataset` and
 `load_json` load into memory, with `stats`; `hf_rows` and `hf_source` read HF datasets, which the `make_*` files
-describe; `mock` makes samples up.
+describe and `factories` names; `mock` makes samples up.
 """
 
 from __future__ import annotations
 
 from vlm_stream.sources.catalog import Catalog
 from vlm_stream.sources.data_file import DataFile
+from vlm_stream.sources.factories import FACTORIES, open_factory
 from vlm_stream.sources.form import ShareGptForm
 from vlm_stream.sources.group import SourceGroup
 from vlm_stream.sources.hf_source import HFSource, MixedSource
@@ -29,6 +30,7 @@ from vlm_stream.sources.make_image_text import (
     make_rdr_dataset,
     make_shopify_product_catalogue_dataset,
 )
+from vlm_stream.sources.make_sharegpt import make_sharegpt_dataset
 from vlm_stream.sources.make_text import make_tulu3_dataset, make_tulu3_magicoder_text_mix_dataset
 from vlm_stream.sources.meta_dataset import ExamplesWithStats, MetaDatasetConfig, make_meta_dataset
 from vlm_stream.sources.mock import build_mock_vlm_dataset
@@ -46,6 +48,7 @@ _collect_sample_stats = collect_sample_stats
 _ExamplesWithStats = ExamplesWithStats
 
 __all__ = [
+    "FACTORIES",
     "Catalog",
     "DataFile",
     "ExamplesWithStats",
@@ -69,10 +72,12 @@ __all__ = [
     "make_medpix_dataset",
     "make_meta_dataset",
     "make_rdr_dataset",
+    "make_sharegpt_dataset",
     "make_shopify_product_catalogue_dataset",
     "make_tulu3_dataset",
     "make_tulu3_magicoder_text_mix_dataset",
     "make_unimm_chat_dataset",
+    "open_factory",
     "open_source",
     "rank_share",
     "sample_order",

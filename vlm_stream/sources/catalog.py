@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vlm_stream.errors import BadSampleError, SourceError
 from vlm_stream.sources.form import ShareGptForm
-from vlm_stream.sources.mismatch import MISMATCHES_KEY, OnMismatch, apply_policy, check_policy
+from vlm_stream.sources.mismatch import MISMATCHES_KEY, Mismatch, OnMismatch, apply_policy, check_policy
+from vlm_stream.sources.parse import NotJsonError
 from vlm_stream.sources.record import Record
 from vlm_stream.sources.sharegpt import PASSENGER_KEYS, map_sharegpt
 
@@ -67,19 +67,19 @@ class Catalog:
     def read(self, index: int) -> Record:
         """Return one record; raise `BadSampleError` (under `raise`: `SourceError`) when it cannot be used."""
         number = self._number(index)
+        origin = self.data.where(number)
         try:
             example = self.data.load(number)
-        except BadSampleError as error:
-            if self.on_mismatch == "raise":
-                raise SourceError(str(error)) from error
-            raise
+        except NotJsonError as error:
+            apply_policy([], [Mismatch(error.reason, str(error))], self.on_mismatch, origin)
+            raise  # not reached: without a conversation every policy raises
         return example_to_record(
             example,
             form=self.form,
             on_mismatch=self.on_mismatch,
             source=self.name,
             number=number,
-            origin=self.data.where(number),
+            origin=origin,
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vlm_stream.errors import BadSampleError, SourceError
+from vlm_stream.errors import SourceError
 from vlm_stream.sources.local_file import LocalFile, plain_name
 from vlm_stream.sources.parse import NotJsonError, parse_json
 from vlm_stream.sources.scan_array import scan_array
@@ -46,16 +46,8 @@ class DataFile:
         return f"{self.path}:{self.spans.lines[number]}"
 
     def load(self, number: int) -> Any:
-        """Return the parsed example; raise `BadSampleError` when it is not JSON in UTF-8."""
-        data = self.file.read_at(int(self.spans.begins[number]), int(self.spans.sizes[number]))
-        try:
-            return parse_json(data)
-        except NotJsonError as error:
-            raise BadSampleError(
-                "convert",
-                error.reason,
-                f"{self.where(number)}: {error}. The sample is left out; mend or delete it.",
-            ) from None
+        """Return the parsed example; raise `NotJsonError` when it is not JSON in UTF-8."""
+        return parse_json(self.file.read_at(int(self.spans.begins[number]), int(self.spans.sizes[number])))
 
 
 class FileCache:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from vlm_stream.errors import SourceError, nearest_name
@@ -39,6 +39,19 @@ class ShareGptForm:
     """Role value of function calls, which are assistant turns; None: such turns are unmapped."""
     media_dir: str | None = None
     """Folder or URL that relative media paths are joined to."""
+    roles: dict[str, str] = field(init=False, repr=False, compare=False)
+    """Role value -> role, from the tags."""
+
+    def __post_init__(self) -> None:
+        """Derive the roles; where two tags are equal, the earlier of user, assistant, system wins."""
+        named = (
+            (self.function_tag, "assistant"),
+            (self.tool_tag, "tool"),
+            (self.system_tag, "system"),
+            (self.assistant_tag, "assistant"),
+            (self.user_tag, "user"),
+        )
+        object.__setattr__(self, "roles", {tag: role for tag, role in named if tag is not None})
 
     @classmethod
     def from_dicts(
@@ -54,14 +67,3 @@ class ShareGptForm:
                 if not isinstance(value, str):
                     raise SourceError(f"'{key}' in '{what}' is {show(value)}, so it names no field; write a string.")
         return cls(**dict(columns or {}), **dict(tags or {}), media_dir=media_dir or None)
-
-    def roles(self) -> dict[str, str]:
-        """Return role value -> role; where two tags are equal, the earlier of user, assistant, system wins."""
-        named = (
-            (self.function_tag, "assistant"),
-            (self.tool_tag, "tool"),
-            (self.system_tag, "system"),
-            (self.assistant_tag, "assistant"),
-            (self.user_tag, "user"),
-        )
-        return {tag: role for tag, role in named if tag is not None}

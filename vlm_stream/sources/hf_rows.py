@@ -120,6 +120,13 @@ def _check_columns(rows: Any, columns: Sequence[str]) -> None:
 def _undecoded(rows: Any) -> Any:
     """Leave images and audio as the bytes they are stored as: shards copy them, and nobody else needs them all."""
     for column, feature in (getattr(rows, "features", None) or {}).items():
-        if _library_class(feature, "Image") or _library_class(feature, "Audio"):
+        inner: Any = getattr(feature, "feature", None)  # of a list of media
+        if _is_medium(feature):
             rows = rows.cast_column(column, type(feature)(decode=False))
+        elif _is_medium(inner):
+            rows = rows.cast_column(column, type(feature)(type(inner)(decode=False)))
     return rows
+
+
+def _is_medium(feature: object) -> bool:
+    return any(_library_class(feature, name) for name in ("Image", "Audio", "Video"))

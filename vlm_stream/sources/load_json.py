@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from vlm_stream.errors import BadSampleError
 from vlm_stream.sources.data_file import DataFile
+from vlm_stream.sources.parse import NotJsonError
 from vlm_stream.sources.ratio import rank_share, sample_order
 
 __all__ = ["load_json_or_jsonl", "load_jsonl_for_rank"]
@@ -15,7 +17,7 @@ __all__ = ["load_json_or_jsonl", "load_jsonl_for_rank"]
 def load_json_or_jsonl(file_path: str) -> list[Any]:
     """Return all examples of a JSON array or JSONL file; a broken one raises `BadSampleError` with `file:line`."""
     data = DataFile(str(file_path))
-    return [data.load(number) for number in range(len(data))]
+    return [_load(data, number) for number in range(len(data))]
 
 
 def load_jsonl_for_rank(
@@ -27,4 +29,12 @@ def load_jsonl_for_rank(
     if rank is not None and world_size is not None and world_size > 1:
         order = rank_share(order, len(data), rank, world_size)
     numbers = np.arange(len(data)) if order is None else order
-    return [data.load(number) for number in numbers.tolist()], len(data)
+    return [_load(data, number) for number in numbers.tolist()], len(data)
+
+
+def _load(data: DataFile, number: int) -> Any:
+    try:
+        return data.load(number)
+    except NotJsonError as error:
+        detail = f"{data.where(number)}: {error}, so the file cannot be loaded whole. Mend or delete the record."
+        raise BadSampleError("convert", error.reason, detail) from None

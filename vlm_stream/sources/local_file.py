@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vlm_stream.errors import MissingExtraError, SourceError
-from vlm_stream.sources.media_path import is_url
+from vlm_stream.sources.media_path import absolute, is_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,6 +41,7 @@ class LocalFile:
             spill_dir: Where decompressed and downloaded files go; the system's folder for temporary files if None.
         """
         self.path = path.removeprefix("file://")
+        self._absolute = absolute(self.path)
         self._spill_dir = spill_dir
         self._spill: Path | None = None
         self._descriptor = -1
@@ -75,7 +76,7 @@ class LocalFile:
 
     def stream(self) -> BinaryIO:
         """Return a new handle at the beginning of the plain bytes."""
-        return open(self._spill or self.path, "rb", buffering=0)  # noqa: PTH123
+        return open(self._spill or self._absolute, "rb", buffering=0)  # noqa: PTH123
 
     def close(self) -> None:
         """Close the handle; the next read opens it again."""
@@ -94,9 +95,9 @@ class LocalFile:
 
     def _open(self) -> None:
         if (is_url(self.path) or _decompressor(self.path)) and (self._spill is None or not self._spill.exists()):
-            self._spill, self._owner = _spill(self.path, self._spill_dir, self)
+            self._spill, self._owner = _spill(self._absolute, self._spill_dir, self)
         try:
-            self._descriptor = os.open(self._spill or self.path, os.O_RDONLY)
+            self._descriptor = os.open(self._spill or self._absolute, os.O_RDONLY)
             os.pread(self._descriptor, 1, 0)  # a folder opens, but does not read
         except OSError as error:
             raise _unreadable(self.path, error) from error

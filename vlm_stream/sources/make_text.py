@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlm_stream.errors import SourceError
+from vlm_stream.sources.form import ShareGptForm
 from vlm_stream.sources.hf_rows import Rows, interleave, load_rows
 from vlm_stream.sources.hf_source import HFSource, MixedSource, text_item, turn
-from vlm_stream.sources.sharegpt import convert_sharegpt_to_conversation
+from vlm_stream.sources.sharegpt import convert_example
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -78,7 +79,7 @@ def make_tulu3_magicoder_text_mix_dataset(
 
 
 def _tulu(row: Mapping[str, Any], _: int) -> dict[str, Any]:
-    return convert_sharegpt_to_conversation({"messages": row["messages"]})
+    return convert_example({"messages": row["messages"]}, ShareGptForm(), "drop")
 
 
 def _magicoder(row: Mapping[str, Any], _: int) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import posixpath
-from pathlib import PurePath
+from pathlib import Path
 
-__all__ = ["is_url", "join_media_path", "parent_of"]
+__all__ = ["absolute", "is_url", "join_media_path", "parent_of"]
 
 
 def is_url(path: str) -> bool:
@@ -25,5 +25,10 @@ def join_media_path(media_dir: str | None, path: str) -> str:
 
 
 def parent_of(path: str) -> str:
-    """Return the folder or URL that holds the file."""
-    return path.rpartition("/")[0] if is_url(path) else str(PurePath(path).parent)
+    """Return the folder or URL that holds the file; "" is the working directory."""
+    return path.rpartition("/")[0] if is_url(path) else posixpath.dirname(path)
+
+
+def absolute(path: str) -> str:
+    """Return a path that means the same from any working directory, as other processes may have another."""
+    return path if is_url(path) else str(Path(path).absolute())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import SourceError, nearest_name
 from vlm_stream.sources.form import ShareGptForm
-from vlm_stream.sources.media_path import join_media_path, parent_of
+from vlm_stream.sources.media_path import absolute, join_media_path, parent_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -92,7 +92,9 @@ def _entry(name: str, config: Any, meta_path: str) -> MetaEntry:
     ratio = config.get("sample_ratio")
     try:
         form = ShareGptForm.from_dicts(
-            config.get("columns"), config.get("tags"), join_media_path(folder, media_dir) if media_dir else None
+            config.get("columns"),
+            config.get("tags"),
+            absolute(join_media_path(folder, media_dir)) if media_dir else None,
         )
     except SourceError as error:
         raise SourceError(f"{place}: {error}") from None

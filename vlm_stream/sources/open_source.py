@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from vlm_stream.errors import SourceError
 from vlm_stream.sources.catalog import Catalog
 from vlm_stream.sources.data_file import FileCache, first_bytes, holds_lines
+from vlm_stream.sources.factories import PREFIX, open_factory
 from vlm_stream.sources.form import ShareGptForm
 from vlm_stream.sources.group import SourceGroup
 from vlm_stream.sources.local_file import plain_name
+from vlm_stream.sources.media_path import absolute
 from vlm_stream.sources.meta import MetaEntry, parse_meta
 from vlm_stream.sources.mismatch import OnMismatch, check_policy
 from vlm_stream.sources.ratio import sample_order
@@ -42,7 +44,7 @@ def open_source(
     """Return the records of a meta file, or of a bare JSON array or JSONL file (`.gz`, `.zst` and URLs too).
 
     Args:
-        path: The file. A meta file is a JSON object whose values are objects.
+        path: The file. A meta file is a JSON object whose values are objects. `factory:NAME[=PATH]` is an HF dataset.
         names: Which entries of a meta file; all if None.
         on_mismatch: What happens to a record that does not map whole: `drop`, `keep` what maps, `raise`.
         columns: For a bare file: names of its columns. A meta file says this itself.
@@ -52,11 +54,27 @@ def open_source(
     """
     check_policy(on_mismatch)
     path = str(path)
-    bare = ShareGptForm.from_dicts(columns, tags, media_dir)
+    if path.startswith(PREFIX):
+        given = {"columns": columns, "tags": tags, "media_dir": media_dir}
+        return _factory_group(path, names, {key: value for key, value in given.items() if value}, on_mismatch)
+    bare = ShareGptForm.from_dicts(columns, tags, absolute(media_dir) if media_dir else None)
     files = FileCache(spill_dir)
     entries = read_entries(path, files, names=names, bare=bare)
     catalogs = [open_entry(entry, files, on_mismatch) for entry in entries]
     return SourceGroup(catalogs, name=_stem(path))
+
+
+def _factory_group(
+    spec: str, names: Iterable[str] | None, form: dict[str, object], on_mismatch: OnMismatch
+) -> SourceGroup:
+    """Return an HF dataset; only the one without a schema of its own takes a form and a policy."""
+    if not spec.startswith(f"{PREFIX}sharegpt"):
+        if names is not None or form:
+            raise SourceError(f"{spec}: the factory knows its columns; leave names, columns, tags and media_dir out.")
+        return SourceGroup([open_factory(spec)], name=spec.removeprefix(PREFIX))
+    if names is not None or "media_dir" in form:
+        raise SourceError(f"{spec}: the dataset has one part and its own media; leave names and media_dir out.")
+    return SourceGroup([open_factory(spec, **form, on_mismatch=on_mismatch)], name=spec.removeprefix(PREFIX))
 
 
 def open_entry(entry: MetaEntry, files: FileCache, on_mismatch: OnMismatch = "drop") -> Catalog:

@@ -1,10 +1,9 @@
 """A JSON array -> the spans of its elements: one pass over the bytes in chunks, without parsing anything.
 
-Only six kinds of bytes matter: quotes and the backslashes that escape them, brackets, commas, newlines. They are found
-for a whole chunk at once; everything after that is arithmetic on their positions:
+Only quotes, brackets and commas matter. They are found for a whole chunk at once; all else is arithmetic on positions:
 
     [{"a": "x,]"}, 7]      quotes pair up, so `,]` lies inside a string and is no structure
-    1 2         2 1 0      depth after each bracket outside strings; commas at depth 1 separate elements
+    1 2         1     0    depth after each bracket outside strings; commas at depth 1 separate elements
 
 Whether an element is well-formed JSON shows when it is read; here only the array's own structure must hold.
 """
@@ -24,16 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["scan_array"]
 
-_QUOTE, _BACKSLASH, _OPEN, _CLOSE, _COMMA, _NEWLINE = range(1, 7)
-_KINDS = bytes.maketrans(
-    bytes(range(256)),
-    bytes(
-        {34: _QUOTE, 92: _BACKSLASH, 91: _OPEN, 123: _OPEN, 93: _CLOSE, 125: _CLOSE, 44: _COMMA, 10: _NEWLINE}.get(b, 0)
-        for b in range(256)
-    ),
-)
-_DEPTH = np.zeros(7, np.int64)
-_DEPTH[_OPEN], _DEPTH[_CLOSE] = 1, -1
+_QUOTE, _COMMA, _BACKSLASH, _NEWLINE = b'",\\\n'
+_CASE, _OPEN, _CLOSE = 0xDF, 0x5B, 0x5D  # without bit 5, `{` and `[` are one value, `}` and `]` another
 _BLANKS = b" \t\r\n"
 
 
@@ -89,54 +80,54 @@ class _Scan:
         if self.closed_at >= 0:
             self._refuse_tail(chunk, self.offset)
             return
-        kinds = np.frombuffer(chunk.translate(_KINDS), np.uint8)
-        at = np.flatnonzero(kinds)  # [m] positions of the marks
-        kind = kinds[at]  # [m]
-        lines = self.line + np.cumsum(kind == _NEWLINE)  # [m]
-        keep = _without_escaped(at, kind) if b'\\"' in chunk else kind != _BACKSLASH
-        keep &= kind != _NEWLINE
-        at, kind, lines = at[keep], kind[keep], lines[keep]
-
-        quotes = kind == _QUOTE
-        inside = (np.cumsum(quotes) + self.in_string) % 2 == 1  # after the mark; a closing quote counts as outside
-        deltas = np.where(inside, 0, _DEPTH[kind])
-        depth = self.depth + np.cumsum(deltas)  # [m] after the mark
-        end = np.flatnonzero((depth <= 0) & (deltas < 0))
-        if len(end):  # nothing after the closing bracket is structure
-            last = int(end[0]) + 1
-            self.closed_at = self.offset + int(at[last - 1]) + 1
-            if chunk[at[last - 1]] != ord("]"):
-                self._refuse_tail(chunk[at[last - 1] :], self.closed_at)
-            at, kind, lines, inside, depth, deltas = (x[:last] for x in (at, kind, lines, inside, depth, deltas))
-        separates = (
-            (~inside & (kind == _COMMA) & (depth == 1)) | ((deltas > 0) & (depth == 1)) | ((deltas < 0) & (depth == 0))
-        )
-        self._close_elements(np.flatnonzero(separates), at, lines)
+        data = np.frombuffer(chunk, np.uint8)
+        folded = data & _CASE
+        at = np.flatnonzero((data == _QUOTE) | (data == _COMMA) | (folded == _OPEN) | (folded == _CLOSE))  # [m] marks
+        byte, folded = data[at], folded[at]  # [m]
+        quotes = _real_quotes(data, at, byte == _QUOTE)
+        inside = np.logical_xor.accumulate(quotes) ^ self.in_string  # [m] after the mark
+        step = (folded == _OPEN).astype(np.int8) - (folded == _CLOSE)
+        step[inside] = 0
+        depth = self.depth + np.cumsum(step, dtype=np.int32)  # [m] after the mark
+        ends = np.flatnonzero((depth <= 0) & (step < 0))
+        num_marks = int(ends[0]) + 1 if len(ends) else len(at)  # nothing after the closing bracket is structure
+        if len(ends):
+            self._close_array(chunk, int(at[num_marks - 1]))
+        cuts = ~inside & (byte == _COMMA) & (depth == 1) | (step > 0) & (depth == 1) | (step < 0) & (depth == 0)
+        newlines = np.flatnonzero(data == _NEWLINE)
+        self._close_elements(np.flatnonzero(cuts[:num_marks]), at[:num_marks], newlines)
         if len(at):
             self.depth = int(depth[-1])
             self.in_string = bool(inside[-1])
-        self.line += chunk.count(b"\n")
-        if self.closed_at >= 0:
-            self._refuse_tail(chunk[self.closed_at - self.offset :], self.closed_at)
+        self.line += len(newlines)
         self.offset += len(chunk)
+        if self.closed_at >= 0:
+            self._refuse_tail(chunk[len(chunk) - (self.offset - self.closed_at) :], self.closed_at)
+
+    def _close_array(self, chunk: bytes, position: int) -> None:
+        self.closed_at = self.offset + position + 1
+        if chunk[position] != ord("]"):
+            self._refuse_tail(chunk[position:], self.closed_at)
 
     def _close_elements(
-        self, cuts: npt.NDArray[np.int64], at: npt.NDArray[np.int64], lines: npt.NDArray[np.int64]
+        self, cuts: npt.NDArray[np.int64], at: npt.NDArray[np.int64], newlines: npt.NDArray[np.int64]
     ) -> None:
         """Add the elements that end at a separator of this chunk; `cuts` are indices of the separators in `at`."""
         if self.element_begin >= 0 and not self.element_line and len(at):
-            self.element_line = int(lines[0])
+            self.element_line = self.line + int(np.searchsorted(newlines, at[0]))
         if not len(cuts):
             return
         ends = at[cuts] + self.offset  # [c] a separator ends one element and begins the next
         begins = np.concatenate([[self.element_begin], ends[:-1] + 1])
-        first_marks = cuts[:-1] + 1  # an element's first mark tells its line: blanks before it may hold newlines
-        begin_lines = np.concatenate([[self.element_line], lines[first_marks]])
+        # An element's first mark tells its line, not its separator: blanks between them may hold newlines.
+        first_marks = np.minimum(cuts + 1, len(at) - 1)
+        lines = self.line + np.searchsorted(newlines, at[first_marks])  # [c] of the elements that begin
+        begin_lines = np.concatenate([[self.element_line], lines[:-1]])
         skip = 1 if self.element_begin < 0 else 0  # the opening bracket ends nothing
         self.builder.add(begins[skip:], ends[skip:], begin_lines[skip:])
         self.num_elements += len(cuts) - skip
         self.element_begin = int(ends[-1]) + 1
-        self.element_line = int(lines[cuts[-1] + 1]) if cuts[-1] + 1 < len(at) else 0
+        self.element_line = int(lines[-1]) if cuts[-1] + 1 < len(at) else 0
 
     def _refuse_tail(self, tail: bytes, offset: int) -> None:
         if tail.strip(_BLANKS):
@@ -158,13 +149,16 @@ class _Scan:
         return self.builder.build()
 
 
-def _without_escaped(at: npt.NDArray[np.int64], kind: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    r"""Tell which marks are neither backslashes nor quotes that an odd run of backslashes escapes (`\"`, `\\\"`)."""
-    is_slash = kind == _BACKSLASH
-    follows = np.zeros(len(at), bool)  # directly after a backslash
-    follows[1:] = is_slash[:-1] & (np.diff(at) == 1)
-    indices = np.arange(len(at))
-    run_begin = np.maximum.accumulate(np.where(is_slash & ~follows, indices, 0))
-    escaped = follows & ((indices - run_begin) % 2 == 1)
-    dropped: npt.NDArray[np.bool_] = is_slash | (escaped & (kind == _QUOTE))
-    return ~dropped
+def _real_quotes(
+    data: npt.NDArray[np.uint8], at: npt.NDArray[np.int64], quotes: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    r"""Return which marks are quotes that no odd run of backslashes escapes (`\"`, `\\\"`); `quotes` is changed."""
+    suspects = np.flatnonzero(quotes)
+    suspects = suspects[(at[suspects] > 0) & (data[at[suspects] - 1] == _BACKSLASH)]
+    back = 1  # so many backslashes stand before each suspect
+    while len(suspects):
+        quotes[suspects] = back % 2 == 0
+        back += 1
+        suspects = suspects[at[suspects] >= back]
+        suspects = suspects[data[at[suspects] - back] == _BACKSLASH]
+    return quotes

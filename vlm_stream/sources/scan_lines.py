@@ -17,7 +17,7 @@ _NEWLINE = ord("\n")
 _BLANKS = b" \t\r"
 
 
-def scan_lines(stream: BinaryIO, begin: int = 0, chunk_bytes: int = 4 << 20) -> RecordSpans:
+def scan_lines(stream: BinaryIO, begin: int = 0, chunk_bytes: int = 1 << 20) -> RecordSpans:
     """Return the spans of all lines that are not blank, from byte `begin` on; memory is one chunk and the spans."""
     builder = SpanBuilder()
     stream.seek(begin)

@@ -27,7 +27,7 @@ from vlm_stream.sources.mismatch import MISMATCHES_KEY, Mismatch, OnMismatch, ap
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["PASSENGER_KEYS", "convert_sharegpt_to_conversation", "map_sharegpt"]
+__all__ = ["PASSENGER_KEYS", "convert_example", "convert_sharegpt_to_conversation", "map_sharegpt"]
 
 PASSENGER_KEYS: Final = ("mm_inputs_meta", "_text_tokens")
 """Fields that travel with a conversation, unread."""
@@ -53,7 +53,12 @@ def convert_sharegpt_to_conversation(
             under `_mismatches`; `raise` raises `SourceError`, which ends the job.
     """
     check_policy(on_mismatch)
-    conversation, mismatches = map_sharegpt(example, ShareGptForm.from_dicts(columns, tags, media_dir))
+    return convert_example(example, ShareGptForm.from_dicts(columns, tags, media_dir), on_mismatch)
+
+
+def convert_example(example: Mapping[str, Any], form: ShareGptForm, on_mismatch: OnMismatch) -> dict[str, Any]:
+    """Do what `convert_sharegpt_to_conversation` does, with a form that is checked already."""
+    conversation, mismatches = map_sharegpt(example, form)
     kept = apply_policy(conversation, mismatches, on_mismatch)
     result: dict[str, Any] = {"conversation": conversation}
     result.update((key, example[key]) for key in PASSENGER_KEYS if key in example)
@@ -73,7 +78,7 @@ def map_sharegpt(example: Mapping[str, Any], form: ShareGptForm) -> tuple[Conver
     if not isinstance(messages, list):
         return [], [Mismatch("messages_not_a_list", f"'{form.messages}' is {show(messages)}, not a list of turns")]
     media = ExampleMedia(example, form, mismatches)
-    roles = form.roles()
+    roles = form.roles
     conversation: Conversation = []
     for number, message in enumerate(messages, 1):
         turn = f"turn {number}"

@@ -49,12 +49,12 @@ def collect_sample_stats(examples: Iterable[Mapping[str, Any]]) -> dict[str, int
         stats["n_videos"] += sum(item["type"] == "video" for item in media)
         stats["n_text_only"] += not media
         text_tokens = example.get("_text_tokens")
-        if text_tokens is None:
+        if not isinstance(text_tokens, int):
             stats["n_missing_text_tokens"] += 1
             text_tokens = _num_chars(example["conversation"]) // CHARS_PER_TOKEN
         stats["n_text_tokens"] += text_tokens
         meta = example.get("mm_inputs_meta")
-        if meta is not None:
+        if isinstance(meta, dict):
             stats["n_media_tokens"] += _meta_tokens(meta)
         elif media:
             stats["n_missing_mm_inputs_meta"] += 1
@@ -76,8 +76,8 @@ def _num_chars(conversation: Sequence[Mapping[str, Any]]) -> int:
 def _meta_tokens(meta: Mapping[str, Any]) -> int:
     num_tokens = 0
     for entry in (*(meta.get("images_meta") or ()), *(meta.get("videos_meta") or ())):
-        if isinstance(entry, dict):
-            num_tokens += entry.get("n_tokens", TOKENS_PER_MEDIUM)
+        if isinstance(entry, dict) and isinstance(entry.get("n_tokens"), int):
+            num_tokens += entry["n_tokens"]
         elif entry is not None:
             num_tokens += TOKENS_PER_MEDIUM
     return num_tokens
