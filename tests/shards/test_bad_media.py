@@ -89,6 +89,8 @@ BAD = [
     ("image", "sliver.png", "extreme_shape", "cannot be used"),
     ("image", "data:image/png;base64,@@@", "bad_data_url", "is not a data URL"),
     ("image", "data:image/png;base64,", "empty_file", "has zero bytes"),
+    ("image", "ftp://host/a.jpg", "bad_url", "ftp://host/a.jpg names no object"),
+    ("image", "s3://bucket/a/../b.jpg", "bad_url", "have no '..'"),
     ("video", "cut.mp4", "bad_video", "cut.mp4"),
     ("video", ["good.jpg", "other.jpg"], "bad_video", "frames of a video differ in size"),
     ("audio", "text.wav", "bad_audio", "text.wav: The bytes are not audio"),

@@ -14,6 +14,7 @@ import logging
 import os
 import tempfile
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,7 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
     store = open_store(context.out, context.store)
     name = shard_name(task.number)
     counter = open_counter(context.processor, trust_remote_code=context.trust_remote_code)
-    reader = MediaReader(confine=context.confine_media, options=context.store)
+    reader = _open_reader(context.confine_media, context.store)
     bad: list[BadSample] = []
     with _staged(store, name) as path:
         with path.open("wb", buffering=_BUFFER_BYTES) as file:
@@ -116,6 +117,12 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
     part = ShardPart(number=task.number, entry=entry, bad=tuple(bad))
     store.put(part_name(task.number), part.to_json().encode())
     return part
+
+
+@cache
+def _open_reader(confine: bool, options: StoreOptions | None) -> MediaReader:
+    """Return this process's reader: its connections outlive a shard."""
+    return MediaReader(confine=confine, options=options)
 
 
 def _add_record(
