@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import google_crc32c
 
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from vlm_stream.storage import Store, StoreOptions
 
 __all__ = ["IndexOptions", "index_tars"]
+
+
+_LEFT_OUT: Final = "What follows is left out, and the sample before it, which may have lost a member."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +166,7 @@ def _index_tar(context: _Context, task: _Task) -> ShardPart:
             for key, group in _iter_samples(iter_members(reader.read)):
                 scan.add(key, group)
         except DatasetError as error:
-            scan.note("", reader.position, BadSampleError("read", "damaged_tar", f"{error} The rest is left out."))
+            scan.note("", reader.position, BadSampleError("read", "damaged_tar", f"{error} {_LEFT_OUT}"))
         digest = reader.finish()
     data = encode_index(scan.rows)
     out.put(index_name(task.name), data)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from vlm_stream.conversation import MEDIA_TYPES
 from vlm_stream.errors import BadSampleError, ConfigError, NotFoundError, StorageError
 from vlm_stream.shards.layout import JOB_FILE, JOB_FOLDER, LEDGER, MANIFEST, index_name, part_name, shard_name
 from vlm_stream.shards.manifest import FORMAT_VERSION
@@ -22,6 +24,7 @@ from vlm_stream.shards.shard_task import ShardPart
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from vlm_stream.conversation import Message
     from vlm_stream.shards.manifest import TokenCounting
     from vlm_stream.shards.options import ShardOptions
     from vlm_stream.sources.record import RecordSource
@@ -83,7 +86,19 @@ def _record_text(source: RecordSource, number: int) -> str:
         record = source.read(number)
     except BadSampleError as error:
         return error.reason
-    return repr((record.source, record.id, record.conversation))
+    return repr((record.source, record.id, [_without_folders(message) for message in record.conversation]))
+
+
+def _without_folders(message: Message) -> Message:
+    """Return a message whose media are named without their folders: the same input may be mounted elsewhere."""
+    if isinstance(message["content"], str):
+        return message
+    items = []
+    for item in message["content"]:
+        where = item.get(item["type"]) if item.get("type") in MEDIA_TYPES else None
+        name = posixpath.basename(where) if isinstance(where, str) else type(where).__name__
+        items.append(item if where is None else {**item, item["type"]: name})
+    return {**message, "content": items}
 
 
 def load_job(store: Store) -> Job | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes
 
-from vlm_stream.errors import AccessError, BadSampleError, NotFoundError, StorageError
+from vlm_stream.errors import AccessError, BadSampleError, ConfigError, NotFoundError, StorageError
 from vlm_stream.media.lmdb import LMDB_SEPARATOR, read_lmdb
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class MediaReader:
                 store, name = self._open(where)
                 return store.head(name).size
             return len(read_lmdb(where)) if LMDB_SEPARATOR in where else Path(where).stat().st_size
-        except (BadSampleError, StorageError, OSError, ValueError):
+        except (BadSampleError, ConfigError, StorageError, OSError, ValueError):
             return 0
 
     def _read_named(self, where: str) -> bytes:
@@ -96,6 +96,8 @@ class MediaReader:
         try:
             store, name = self._open(url)
             return bytes(store.get(name))
+        except ConfigError as error:
+            raise _bad("bad_url", f"{url} names no object ({error})") from error
         except NotFoundError as error:
             raise _bad("missing_file", f"there is nothing at {url}.") from error
         except AccessError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from vlm_stream.conversation import MEDIA_TYPES, iter_media
@@ -171,7 +170,7 @@ class _Members:
 
 def _extension(medium: str, where: Any, data: bytes) -> str:
     """Return the extension by which readers choose a decoder: what the bytes are, else what the name says."""
-    suffix = PurePosixPath(where[-64:]).suffix[1:].lower() if isinstance(where, str) else ""
+    suffix = where[-16:].rpartition(".")[2].lower() if isinstance(where, str) else ""
     known = MEDIA_EXTENSIONS[medium]
     sniffed = next((name for begin, magic, name in _MAGIC if data[begin : begin + len(magic)] == magic), "")
     if sniffed in known and not (sniffed in ("mp4", "mkv", "jpg") and suffix in ("mov", "m4v", "webm", "jpeg")):

@@ -14,6 +14,7 @@ import logging
 import os
 import tempfile
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,7 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
     store = open_store(context.out, context.store)
     name = shard_name(task.number)
     counter = open_counter(context.processor, trust_remote_code=context.trust_remote_code)
-    reader = MediaReader(confine=context.confine_media, options=context.store)
+    reader = _open_reader(context.confine_media, context.store)
     bad: list[BadSample] = []
     with _staged(store, name) as path:
         with path.open("wb", buffering=_BUFFER_BYTES) as file:
@@ -118,6 +119,12 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
     return part
 
 
+@cache
+def _open_reader(confine: bool, options: StoreOptions | None) -> MediaReader:
+    """Return this process's reader: its connections outlive a shard."""
+    return MediaReader(confine=confine, options=options)
+
+
 def _add_record(
     writer: ShardWriter,
     source: RecordSource,
@@ -127,10 +134,14 @@ def _add_record(
     bad: list[BadSample],
 ) -> None:
     """Append one record to the shard, or note why not."""
-    name, own_id = _source_name(source, number), sample_key(number)
     try:
         record = source.read(number)
-        name, own_id = record.source, record.id
+    except BadSampleError as error:
+        name, origin = _locate(source, number)
+        bad.append(BadSample(source=name, sample=origin, stage=error.stage, reason=error.reason, detail=str(error)))
+        return
+    name, own_id = record.source, record.id
+    try:
         sample = build_sample(record, reader)
         tokens = counter.count(sample.conversation, sample.sizes, record.extras.get("_text_tokens"))
     except BadSampleError as error:
@@ -142,14 +153,16 @@ def _add_record(
     writer.add(sample_key(number), sample, tokens)
 
 
-def _source_name(source: RecordSource, number: int) -> str:
-    """Return which entry of a meta file a record is of that cannot be read."""
-    counts: dict[str, int] = getattr(source, "counts", {})
-    for name, count in counts.items():
-        if number < count:
-            return name
-        number -= count
-    return source.name
+def _locate(source: Any, number: int) -> tuple[str, str]:
+    """Return entry and `file:line` of a record that cannot be read, as far as its source knows them."""
+    key = sample_key(number)
+    while members := getattr(source, "members", ()):
+        for member in members:
+            if number < len(member):
+                source = member
+                break
+            number -= len(member)
+    return source.name, source.origin(number) if hasattr(source, "origin") else key
 
 
 def is_local(store: Store) -> bool:

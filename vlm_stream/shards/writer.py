@@ -2,12 +2,16 @@
 
 Enters: samples with their keys, in order. Leaves: the bytes of a tar, written front to back, and a row for each sample
 with the place and the checksum of its bytes. It knows nothing of records, stores or other shards.
+
+The sha256 of the tar costs as much as reading and writing together, so a thread of its own computes it meanwhile.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import IO, TYPE_CHECKING
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import IO, TYPE_CHECKING, Final
 
 import google_crc32c
 
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardWriter"]
 
+_MAX_BEHIND: Final = 8
+"""Samples that the digest may lag behind; bounds memory."""
+
 
 class ShardWriter:
     """Lays samples into a tar, one after the other."""
@@ -27,21 +34,25 @@ class ShardWriter:
         """Write to an open file, from its beginning."""
         self._file = file
         self._digest = hashlib.sha256()
+        self._pool = ThreadPoolExecutor(1)
+        self._behind: deque[Future[None]] = deque()
         self.num_bytes = 0
         self.rows: list[SampleRow] = []
 
     def add(self, key: str, sample: Sample, text_tokens: int) -> None:
-        """Append one sample: all of its members, or nothing if it cannot be written."""
+        """Append one sample with all of its members."""
         begin = position = self.num_bytes
         crc = 0
         places = []
+        pieces = []
         for name, content in sample.members:
             header = member_header(f"{key}.{name}", len(content))
             places.append(MemberPlace(name, position + len(header), len(content)))
             for piece in (header, content, bytes(padding(len(content)))):
                 crc = google_crc32c.extend(crc, piece)
-                self._write(piece)
                 position += len(piece)
+                pieces.append(piece)
+        self._write(pieces)
         self.num_bytes = position
         self.rows.append(
             SampleRow(
@@ -57,10 +68,17 @@ class ShardWriter:
 
     def finish(self) -> str:
         """Write the end of the tar; return the sha256 of the whole."""
-        self._write(END_OF_TAR)
+        self._write([END_OF_TAR])
         self.num_bytes += len(END_OF_TAR)
+        self._pool.shutdown(wait=True)
         return self._digest.hexdigest()
 
-    def _write(self, piece: bytes) -> None:
-        self._digest.update(piece)
-        self._file.write(piece)
+    def _write(self, pieces: list[bytes]) -> None:
+        self._behind.append(self._pool.submit(self._hash, pieces))
+        self._file.writelines(pieces)
+        if len(self._behind) > _MAX_BEHIND:
+            self._behind.popleft().result()
+
+    def _hash(self, pieces: list[bytes]) -> None:
+        for piece in pieces:
+            self._digest.update(piece)
