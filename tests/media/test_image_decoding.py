@@ -1,0 +1,130 @@
+"""Images of every mode become RGB; damaged and oversized ones are bad samples."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlm_stream.errors import BadSampleError
+from vlm_stream.media import ImageConfig, decode_image, probe_image
+from vlm_stream.testing import (
+    make_16bit_png,
+    make_cmyk_jpeg,
+    make_grey_jpeg,
+    make_jpeg,
+    make_palette_gif,
+    make_palette_png,
+    make_png_with_alpha,
+    make_rotated_jpeg,
+)
+
+MAKERS = [
+    make_16bit_png,
+    make_cmyk_jpeg,
+    make_grey_jpeg,
+    make_jpeg,
+    make_palette_gif,
+    make_palette_png,
+    make_png_with_alpha,
+    make_rotated_jpeg,
+]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("form", [bytes, bytearray, memoryview])
+def test_every_mode_becomes_loaded_rgb_of_the_probed_size(make, form):
+    data = form(make(48, 80, seed=3))
+    image = decode_image(data)
+    assert image.mode == "RGB"
+    assert probe_image(data) == (48, 80) == (image.height, image.width)
+    assert np.asarray(image).std() > 1
+
+
+def test_rgb_is_not_copied_and_equals_pillow():
+    data = make_jpeg(33, 57, seed=1)
+    with Image.open(io.BytesIO(data)) as direct:
+        assert np.array_equal(np.asarray(decode_image(data)), np.asarray(direct.convert("RGB")))
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0, 0), (257, 1), (32896, 128), (65535, 255)])
+def test_sixteen_bit_grey_is_scaled_not_clipped(value, expected):
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((4, 5), value, dtype=np.uint16)).save(buffer, "PNG")
+    assert set(np.asarray(decode_image(buffer.getvalue())).ravel()) == {expected}
+
+
+def test_transparency_is_dropped_as_transformers_does():
+    data = make_png_with_alpha(20, 30)
+    with Image.open(io.BytesIO(data)) as direct:
+        assert np.array_equal(np.asarray(decode_image(data)), np.asarray(direct.convert("RGB")))
+
+
+def test_exif_orientation_is_an_option():
+    data = make_rotated_jpeg(40, 60, orientation=6)
+    assert decode_image(data).size == (60, 40)
+    turned = decode_image(data, ImageConfig(exif_rotate=True))
+    assert turned.size == (40, 60)
+    assert np.array_equal(np.asarray(turned), np.rot90(np.asarray(decode_image(data)), -1))
+
+
+def test_paths_are_read_too(tmp_path):
+    path = tmp_path / "a.jpg"
+    path.write_bytes(make_jpeg(8, 9))
+    assert probe_image(path) == probe_image(str(path)) == (8, 9)
+    with pytest.raises(BadSampleError, match="There is no image file at") as caught:
+        probe_image(tmp_path / "b.jpg")
+    assert (caught.value.stage, caught.value.reason) == ("convert", "missing_file")
+
+
+def test_truncated_file_is_a_bad_sample():
+    data = make_jpeg(200, 300)
+    with pytest.raises(BadSampleError, match="The image cannot be decoded") as caught:
+        decode_image(data[: len(data) // 2])
+    assert (caught.value.stage, caught.value.reason) == ("decode", "bad_image")
+
+
+@pytest.mark.parametrize("data", [b"", b"not an image", b"\x89PNG\r\n\x1a\n broken"])
+def test_other_bytes_are_a_bad_sample(data):
+    with pytest.raises(BadSampleError, match="The bytes are not an image"):
+        decode_image(data)
+    with pytest.raises(BadSampleError) as caught:
+        probe_image(data)
+    assert caught.value.stage == "convert"
+
+
+def test_large_image_is_refused_before_decoding():
+    with pytest.raises(BadSampleError, match="30x20 pixels, more than the limit of 500") as caught:
+        decode_image(make_jpeg(20, 30), ImageConfig(max_pixels=500))
+    assert caught.value.reason == "image_too_large"
+
+
+@pytest.mark.parametrize("side", [10_000, 20_000])
+def test_bomb_is_a_bad_sample_whatever_pillow_says(side):
+    """A PNG header that promises 100 or 400 million pixels: Pillow warns about one and refuses the other."""
+    data = bytearray(make_palette_png(4, 4))
+    data[16:24] = side.to_bytes(4, "big") * 2
+    crc = __import__("zlib").crc32(bytes(data[12:29]))
+    data[29:33] = crc.to_bytes(4, "big")
+    with pytest.raises(BadSampleError, match=r"too large|more than the limit") as caught:
+        decode_image(bytes(data))
+    assert caught.value.reason == "image_too_large"
+
+
+def test_draft_keeps_the_target_and_stays_close():
+    def target(height: int, width: int) -> tuple[int, int]:
+        return (112, 168) if height * 168 == width * 112 else (112, 140)
+
+    data = make_jpeg(448, 672, seed=2, quality=95)
+    small = decode_image(data, ImageConfig(draft=target))
+    assert small.size == (168, 112)
+    whole = decode_image(data).resize((168, 112), Image.Resampling.BICUBIC)
+    difference = np.abs(np.asarray(small, dtype=float) - np.asarray(whole, dtype=float))
+    assert difference.mean() < 3
+
+
+def test_draft_is_not_used_where_it_would_change_the_target():
+    data = make_jpeg(448, 672)
+    assert decode_image(data, ImageConfig(draft=lambda height, width: (height, width))).size == (672, 448)

@@ -1,0 +1,259 @@
+"""What a processor's chat template writes around turns, learned once by rendering probes.
+
+Enters: a processor. Leaves: `ChatFormat`: the text that opens an assistant's answer, the tokens that end it, the chat
+tokens that divide a rendered text into pieces, and the strings that a user must not be able to type as tokens. Nothing
+here sees a real conversation.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+from weakref import WeakKeyDictionary
+
+from vlm_stream.encode.media_tokens import media_token_strings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vlm_stream.conversation import Conversation
+
+__all__ = ["STOP_TOKENS", "ChatFormat", "Rendered", "chat_format", "render_chat", "render_template", "tokenizer_of"]
+
+STOP_TOKENS: Final = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<turn|>")
+"""Tokens that end a turn wherever a vocabulary has them; the tokenizer's own end token comes on top."""
+
+_USER: Final = ("Xusersentinelonex", "Xusersentineltwox")
+_ANSWER: Final = ("Xanswersentinelonex", "Xanswersentineltwox")
+# Tokens that an answer may hold by right, although a template may write them too.
+_CONTENT_TOKENS: Final = re.compile(r"think|channel|tool|reason|box|quad|ref|point", re.IGNORECASE)
+
+ContentForm = Literal["both", "list", "string"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChatFormat:
+    """The scaffold of one chat template."""
+
+    header: str
+    """What opens an answer, such as `<|im_start|>assistant` and a newline; empty when it could not be learned."""
+    header_pattern: re.Pattern[str] | None
+    """Finds the headers in a rendered text, without their last blanks."""
+    closing: str
+    """What the template writes after the last answer."""
+    chat_ids: dict[str, int]
+    """Tokens that the template writes around turns; in a rendered text they divide one piece from the next."""
+    stop_ids: frozenset[int]
+    """Those that end an answer."""
+    control: re.Pattern[str] | None
+    """Finds what must not become tokens when it is typed: chat tokens, media tokens, a header without tokens."""
+    chat_pattern: re.Pattern[str] | None
+    """Finds the chat tokens in a rendered text."""
+    content_form: ContentForm
+    """Which forms of `content` the template shows: text in a list of items, a plain string, or both."""
+    has_generation_tags: bool
+    """Whether the template marks answers itself with `{% generation %}`."""
+
+
+_cache: WeakKeyDictionary[Any, tuple[str | None, ChatFormat]] = WeakKeyDictionary()
+
+
+def chat_format(processor: Any) -> ChatFormat:
+    """Return what is known of the processor's template; learned on the first call and when the template changes."""
+    template = template_of(processor)
+    known = _cache.get(processor)
+    if known is None or known[0] != template:
+        known = (template, _learn(processor, template))
+        _cache[processor] = known
+    return known[1]
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """Return the processor's tokenizer (the processor itself when it is one)."""
+    return getattr(processor, "tokenizer", None) or processor
+
+
+def template_of(processor: Any) -> str | None:
+    """Return the chat template's text, the processor's own before its tokenizer's."""
+    for owner in (processor, tokenizer_of(processor)):
+        template = getattr(owner, "chat_template", None)
+        if isinstance(template, dict):
+            template = template.get("default")
+        if isinstance(template, str):
+            return template
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """What a template wrote for one conversation."""
+
+    text: str
+    spans: list[tuple[int, int | None]] | None = None
+    """Begin and end of each answer in characters, where the template marks them itself; None where it does not."""
+
+
+def render_chat(processor: Any, chat: ChatFormat, conversation: Conversation, **kwargs: Any) -> Rendered:
+    """Render one conversation, with the spans of the answers if the template has `{% generation %}`."""
+    if not chat.has_generation_tags:
+        return Rendered(render_template(processor, conversation, **kwargs))
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    names = {key: value for key, value in tokenizer_of(processor).special_tokens_map.items() if isinstance(value, str)}
+    render: Any = render_jinja_template  # returns texts and spans, whatever its annotation says
+    texts, spans = render(
+        conversations=[conversation],
+        chat_template=template_of(processor),
+        return_assistant_tokens_mask=True,
+        **{**names, **kwargs},
+    )
+    return Rendered(texts[0], [(int(begin), int(end)) for begin, end in spans[0]])
+
+
+def render_template(processor: Any, conversation: Conversation, **kwargs: Any) -> str:
+    """Render one conversation to text with the processor's template, or with its tokenizer's if it has none."""
+    owner = processor if getattr(processor, "chat_template", None) is not None else tokenizer_of(processor)
+    if not hasattr(owner, "apply_chat_template"):
+        owner = processor
+    text = owner.apply_chat_template(conversation, tokenize=False, **kwargs)
+    return str(text[0] if isinstance(text, list) else text)
+
+
+def _learn(processor: Any, template: str | None) -> ChatFormat:
+    tokenizer = tokenizer_of(processor)
+    added = _added_tokens(tokenizer)
+    form = _content_form(processor)
+    header, scaffold = _scaffold(processor, form, added)
+    stops = {token for token in (*STOP_TOKENS, getattr(tokenizer, "eos_token", None)) if token in added}
+    stop = _first_added(scaffold[-1], added)
+    if stop is not None:
+        stops.add(stop)
+    chat = {token for piece in scaffold for token in _added_in(piece, added) if not _CONTENT_TOKENS.search(token)}
+    media = media_token_strings(processor)
+    chat = (chat | stops) - media
+    named = {t for t in (getattr(tokenizer, f"{n}_token", None) for n in ("bos", "eos", "pad", "unk")) if t in added}
+    control = chat | named | media
+    if header and not _added_in(header, added):
+        control = control | {header.strip()}
+    return ChatFormat(
+        header=header,
+        header_pattern=_header_pattern(header, chat),
+        closing=scaffold[-1],
+        chat_ids={token: added[token] for token in chat},
+        stop_ids=frozenset(added[token] for token in stops),
+        control=_alternation(control),
+        chat_pattern=_alternation(chat),
+        content_form=form,
+        has_generation_tags=template is not None and re.search(r"\{%-?\s*generation\b", template) is not None,
+    )
+
+
+def _added_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return {text: id} of the tokens that are found in a text before it is cut into words."""
+    decoder = getattr(tokenizer, "added_tokens_decoder", None)
+    if not isinstance(decoder, dict):
+        return {}
+    return {str(token): int(index) for index, token in decoder.items()}
+
+
+def _scaffold(processor: Any, form: ContentForm, added: dict[str, int]) -> tuple[str, list[str]]:
+    """Return the header and what the template writes between and around contents; the last piece follows an answer."""
+    probe = _chat(form, ("user", _USER[0]), ("assistant", _ANSWER[0]), ("user", _USER[1]), ("assistant", _ANSWER[1]))
+    text = _try_render(processor, probe)
+    pieces = _cut(text, (_USER[0], _ANSWER[0], _USER[1], _ANSWER[1]))
+    if pieces is None:
+        return "", [""]
+    scaffold = [piece for role in ("system", "tool") for piece in _other_role(processor, form, role)] + pieces
+    user_only = _cut(_try_render(processor, _chat(form, ("user", _USER[0]))), (_USER[0],))
+    closing = user_only[1] if user_only else ""
+    # Thinking templates open the last answer otherwise than earlier ones: what both share is the header.
+    opening = _common_prefix(pieces[1], pieces[3])
+    header = opening[len(closing) :] if opening.startswith(closing) else opening
+    if not header.strip():
+        header = opening
+    if not _added_in(header, added):
+        header = _back_to_token(opening, header, added)
+    return header, scaffold
+
+
+def _header_pattern(header: str, chat: Iterable[str]) -> re.Pattern[str] | None:
+    """Return what finds headers; one that names its role in plain text may follow any chat token."""
+    solid = header.rstrip()
+    if not solid:
+        return None
+    before = next((token for token in chat if solid.startswith(token)), "")
+    rest = solid[len(before) :]
+    is_named_after_turn = before and rest.lstrip() != rest  # blanks after the token: it closed the turn before
+    if not is_named_after_turn:
+        return re.compile(re.escape(solid))
+    tokens = "|".join(map(re.escape, sorted(chat, key=len, reverse=True)))
+    return re.compile(rf"(?:{tokens})\s*{re.escape(rest.lstrip())}")
+
+
+def _other_role(processor: Any, form: ContentForm, role: str) -> list[str]:
+    roles = [(role, _USER[1])] if role == "system" else []
+    turns = [*roles, ("user", _USER[0]), ("assistant", _ANSWER[0]), *([] if roles else [(role, _USER[1])])]
+    text = _try_render(processor, _chat(form, *turns))
+    return [text] if text else []
+
+
+def _chat(form: ContentForm, *turns: tuple[str, str]) -> Conversation:
+    as_string = form == "string"
+    return [{"role": r, "content": text if as_string else [{"type": "text", "text": text}]} for r, text in turns]
+
+
+def _content_form(processor: Any) -> ContentForm:
+    shows = {}
+    forms: tuple[ContentForm, ContentForm] = ("list", "string")
+    for form in forms:
+        text = _try_render(processor, _chat(form, ("user", _USER[0]), ("assistant", _ANSWER[0])))
+        shows[form] = text.count(_ANSWER[0]) == 1 and "'type'" not in text
+    if shows["list"]:
+        return "both" if shows["string"] else "list"
+    return "string" if shows["string"] else "both"
+
+
+def _try_render(processor: Any, conversation: Conversation) -> str:
+    try:
+        return render_template(processor, conversation)
+    except Exception:  # a template may refuse a role or a form of content: then it does not write it
+        return ""
+
+
+def _cut(text: str, sentinels: tuple[str, ...]) -> list[str] | None:
+    """Return the pieces around the sentinels, or None when one does not show exactly once and in order."""
+    if any(text.count(sentinel) != 1 for sentinel in sentinels):
+        return None
+    pieces = []
+    for sentinel in sentinels:
+        before, found, text = text.partition(sentinel)
+        if not found:
+            return None
+        pieces.append(before)
+    return [*pieces, text]
+
+
+def _back_to_token(opening: str, header: str, added: dict[str, int]) -> str:
+    """Lengthen a header without tokens to the nearest token before it: text alone may also stand in an answer."""
+    places = [opening.rfind(token) for token in _added_in(opening, added)]
+    return opening[max(places) :] if places else header
+
+
+def _common_prefix(a: str, b: str) -> str:
+    length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:length]
+
+
+def _added_in(text: str, added: Iterable[str]) -> list[str]:
+    return [token for token in added if token and token in text]
+
+
+def _first_added(text: str, added: Iterable[str]) -> str | None:
+    found = _added_in(text, added)
+    return min(found, key=text.find) if found else None
+
+
+def _alternation(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    longest_first = sorted((t for t in tokens if t), key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

@@ -1,0 +1,54 @@
+"""What a user may choose about encoding one sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from vlm_stream.errors import ConfigError
+from vlm_stream.media import ImageConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vlm_stream.media.video import VideoBackend
+
+__all__ = ["EncodeConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeConfig:
+    """How one sample becomes tensors."""
+
+    max_length: int | None = None
+    """Longest sequence in tokens; None: any length."""
+    overlong: Literal["bad", "truncate"] = "bad"
+    """A longer sequence is a bad sample, or is cut at `max_length`. A cut through media is a bad sample either way."""
+    inject_fake_image: bool = False
+    """Give text-only samples a small white image that attention does not see, so that every rank runs its vision
+    tower in every step."""
+    image: ImageConfig = field(default_factory=ImageConfig)
+    """How images are decoded."""
+    video_backend: VideoBackend = "auto"
+    """decord, av or torchcodec; auto: decord where it is installed, av otherwise."""
+    fps: float | None = None
+    """Frames per second to sample; None: what the processor's video part says."""
+    min_frames: int | None = None
+    """Fewest frames of a video; None: the processor's."""
+    max_frames: int | None = None
+    """Most frames of a video; None: the processor's."""
+    allow_unlabelled: bool = False
+    """Return samples in which nothing is to be learned, instead of calling them bad."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, such as `enable_thinking`."""
+    processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Options for every call of the processor."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing."""
+        if self.overlong not in ("bad", "truncate"):
+            raise ConfigError(f"overlong={self.overlong!r} means nothing here; use 'bad' or 'truncate'.")
+        for name in ("max_length", "min_frames", "max_frames", "fps"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value!r} would leave nothing to encode; use a number above 0, or None.")

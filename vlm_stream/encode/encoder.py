@@ -1,0 +1,175 @@
+"""One sample: a conversation and its media bytes become ids, labels and the family's media tensors.
+
+Enters: a conversation whose media items name members, and the members. Leaves: a dict of tensors, not padded and not
+shifted, ready for padding or packing. Ids and pixels are what the processor itself gives when it is called with the
+same text and media. Steps: decode, render once, call the processor once, place labels, check.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from vlm_stream.encode.chat_format import ChatFormat, Rendered, chat_format, render_chat, tokenizer_of
+from vlm_stream.encode.config import EncodeConfig
+from vlm_stream.encode.fake_image import has_media, inject_fake_image, mask_vision_tokens
+from vlm_stream.encode.fit_length import fit_length
+from vlm_stream.encode.labels import IGNORE, label_answers, wants_training
+from vlm_stream.encode.load_media import LoadedMedia, audio_rate_of, load_media, processor_reads
+from vlm_stream.encode.marker_scan import build_labels_from_template
+from vlm_stream.encode.media_tokens import check_media_tokens
+from vlm_stream.encode.typed_markers import TypedMarkers, disguise, splice_plain
+from vlm_stream.errors import BadSampleError, VlmStreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from vlm_stream.conversation import Conversation
+
+__all__ = ["Encoder"]
+
+SEQUENCE_KEYS: Final = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
+"""Tensors with one entry per token."""
+
+
+class Encoder:
+    """Encodes samples for one processor."""
+
+    def __init__(self, processor: Any, config: EncodeConfig | None = None) -> None:
+        """Learn the processor's chat template and frame rule once."""
+        self.processor = processor
+        self.config = config or EncodeConfig()
+        self.chat: ChatFormat = chat_format(processor)
+        self.reads = processor_reads(processor, self.config)
+
+    def encode(self, conversation: Conversation, media: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sample's tensors.
+
+        Args:
+            conversation: Turns whose media items name keys of `media` (or hold bytes). It is not changed.
+            media: Member name -> bytes.
+
+        Returns:
+            `input_ids`, `attention_mask`, `labels` [S] int64 (labels not shifted, -100 where nothing is learned), the
+            family's other per-token tensors [S], and its media tensors as the processor gives them.
+
+        Raises:
+            BadSampleError: Stage "decode" for media, stage "encode" for everything after.
+        """
+        if self.config.inject_fake_image and not has_media(conversation):
+            conversation, is_faked = inject_fake_image(conversation), True
+        else:
+            is_faked = False
+        loaded = load_media(conversation, media, self.config, self.reads)
+        try:
+            return self._encode(conversation, loaded, is_faked)
+        except VlmStreamError:
+            raise
+        except Exception as error:  # processors and templates raise anything on content they do not accept
+            detail = (str(error).strip().splitlines() or [""])[0][:300]
+            raise BadSampleError(
+                "encode",
+                "processor_error",
+                f"{type(self.processor).__name__} refused the sample ({type(error).__name__}: {detail}).",
+            ) from error
+
+    def _encode(self, conversation: Conversation, loaded: LoadedMedia, is_faked: bool) -> dict[str, Any]:
+        rendered, markers = self.render(conversation)
+        sample = call_processor(self.processor, rendered.text, loaded, self.config.processor_kwargs)
+        if markers is not None:
+            _splice(self.processor, sample, rendered.text, markers)
+        sample["labels"] = self._label(conversation, rendered, sample["input_ids"])
+        if self.config.max_length is not None:
+            sample = fit_length(self.processor, sample, self.config.max_length, self.config.overlong)
+        check_media_tokens(self.processor, sample["input_ids"], sample)
+        if not self.config.allow_unlabelled and bool((sample["labels"] == IGNORE).all()):
+            raise BadSampleError("encode", "no_labels", "No token of the sample is to be learned: no answer is left.")
+        if is_faked:
+            sample["attention_mask"] = mask_vision_tokens(self.processor, sample["input_ids"], sample["attention_mask"])
+        return sample
+
+    def _label(self, conversation: Conversation, rendered: Rendered, ids: torch.Tensor) -> torch.Tensor:
+        if rendered.spans is None and not self.chat.header:
+            return build_labels_from_template(ids[None], [conversation], self.processor)[0]
+        train = wants_training(conversation)
+        return _as_tensor(label_answers(self.processor, self.chat, rendered, ids.numpy(), train))
+
+    def render(self, conversation: Conversation) -> tuple[Rendered, TypedMarkers | None]:
+        """Return what the chat template writes, typed control strings replaced."""
+        conversation = shape_content(conversation, self.chat)
+        conversation, markers = disguise(conversation, self.chat)
+        return render_chat(self.processor, self.chat, conversation, **self.config.template_kwargs), markers
+
+
+def shape_content(conversation: Conversation, chat: ChatFormat) -> Conversation:
+    """Return the conversation with contents in a form that the template shows; the same object if it already is."""
+    if chat.content_form == "list":
+        return [
+            {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m
+            for m in conversation
+        ]
+    if chat.content_form == "string":
+        return [
+            {**m, "content": _join_text(m["content"])} if isinstance(m.get("content"), list) else m
+            for m in conversation
+        ]
+    return conversation
+
+
+def _join_text(content: list[dict[str, Any]]) -> str:
+    if any(item.get("type") != "text" for item in content):
+        raise BadSampleError(
+            "encode", "no_media_in_template", "The chat template takes plain text, the turn has media."
+        )
+    return "".join(item["text"] for item in content)
+
+
+def call_processor(processor: Any, text: str, loaded: LoadedMedia, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Call the processor on one rendered text; per-token tensors lose their batch axis."""
+    kwargs: dict[str, Any] = {"return_tensors": "pt", **options}
+    bos = getattr(tokenizer_of(processor), "bos_token", None)
+    if bos is not None and text.startswith(bos):
+        kwargs["add_special_tokens"] = False  # the template wrote it; transformers decides the same way
+    if loaded.images:
+        kwargs["images"] = [loaded.images]
+    if loaded.videos:
+        kwargs["videos"] = [[video.frames for video in loaded.videos]]
+        kwargs |= {"do_sample_frames": False, "video_metadata": _metadata_for(processor, loaded)}
+    if loaded.audios:
+        kwargs |= {"audio": loaded.audios, "sampling_rate": audio_rate_of(processor)}
+    out = processor(text=[text], **kwargs)
+    return {key: value[0] if key in SEQUENCE_KEYS else value for key, value in out.items()}
+
+
+def _metadata_for(processor: Any, loaded: LoadedMedia) -> Any:
+    """Return the metadata in the form that the processor's class takes: a list, or one object for its one video."""
+    metadata = loaded.video_metadata()
+    if not type(processor).__name__.startswith("NemotronH"):
+        return metadata
+    if len(metadata) > 1:
+        raise BadSampleError("encode", "too_many_videos", f"{type(processor).__name__} takes one video per sample.")
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(**metadata[0])
+
+
+def _splice(processor: Any, sample: dict[str, Any], text: str, markers: TypedMarkers) -> None:
+    """Write typed control strings as plain text; tensors with one entry per token follow."""
+    ids, origin = splice_plain(processor, text, sample["input_ids"].numpy(), markers)
+    is_new = origin < 0
+    for key in SEQUENCE_KEYS:
+        if key not in sample:
+            continue
+        value = sample[key].numpy()[np.maximum(origin, 0)]
+        value[is_new] = 1 if key == "attention_mask" else 0
+        sample[key] = _as_tensor(value)
+    sample["input_ids"] = _as_tensor(ids)
+
+
+def _as_tensor(array: Any) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(array)

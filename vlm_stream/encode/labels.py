@@ -1,0 +1,144 @@
+r"""Labels from the rendered text: each assistant turn with its stop token, and nothing else.
+
+Enters: ids [S] of one sample, the text that was rendered for it, and the scaffold of the chat template. Leaves: labels
+[S], IGNORE wherever nothing is to be learned. Typed control strings were taken out of the text before it was rendered,
+so every chat token in the text was written by the template, and the n-th of them in the text is the n-th in the ids:
+
+    text   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n\nHello<|im_end|>\n
+    chat   0                    1           2                           3
+    ids    [0] user \n Hi      [1] \n     [2] assistant  \n\n  Hello  [3] \n
+    label  .   .    .  .        .   .       .   .          *      *      *   .
+
+A header's end may lie inside a token (here the template's newline and the answer's first one merged): a token that
+holds any character of the answer is labelled.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from vlm_stream.encode.chat_format import ChatFormat, Rendered, tokenizer_of
+from vlm_stream.errors import BadSampleError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+__all__ = ["IGNORE", "header_ends", "label_answers", "wants_training"]
+
+IGNORE: Final = -100
+
+
+def wants_training(conversation: Sequence[dict[str, Any]]) -> list[bool]:
+    """Say for each assistant turn whether it is to be learned: `"train": false` and `"weight": 0` switch it off."""
+    turns = (message for message in conversation if message.get("role") == "assistant")
+    return [bool(turn.get("train", True)) and turn.get("weight", 1) != 0 for turn in turns]
+
+
+def label_answers(
+    processor: Any, chat: ChatFormat, rendered: Rendered, ids: npt.NDArray[np.int64], train: Sequence[bool]
+) -> npt.NDArray[np.int64]:
+    """Return labels [S] for the answers that are to be learned.
+
+    Raises:
+        BadSampleError: When text and ids cannot be brought together, or when single turns are switched off and the
+            template did not write one answer per assistant turn.
+    """
+    labels = np.full(len(ids), IGNORE, dtype=np.int64)
+    spans = rendered.spans if rendered.spans is not None else [(end, None) for end in header_ends(chat, rendered.text)]
+    if len(spans) != len(train) and not all(train):
+        raise BadSampleError(
+            "encode",
+            "label_mismatch",
+            f"The template wrote {len(spans)} answers for {len(train)} assistant turns, so 'train': false cannot be "
+            "honoured.",
+        )
+    places = _Places(processor, chat, rendered.text, ids)
+    for turn, (begin_char, end_char) in enumerate(spans):
+        if len(spans) == len(train) and not train[turn]:
+            continue
+        begin = places.token_at(begin_char)
+        end = places.answer_end(begin_char) if end_char is None else places.token_after(end_char)
+        labels[begin:end] = ids[begin:end]
+    return labels
+
+
+def header_ends(chat: ChatFormat, text: str) -> list[int]:
+    """Return for each answer in the text where its header ends (its own last blanks count if they were written)."""
+    if chat.header_pattern is None:
+        return []
+    blanks = chat.header[len(chat.header.rstrip()) :]
+    ends = (match.end() for match in chat.header_pattern.finditer(text))
+    return [end + len(blanks) if text.startswith(blanks, end) else end for end in ends]
+
+
+class _Places:
+    """Where characters of a rendered text lie in its ids; chat tokens are the fixed points."""
+
+    def __init__(self, processor: Any, chat: ChatFormat, text: str, ids: npt.NDArray[np.int64]) -> None:
+        self._tokenizer = tokenizer_of(processor)
+        self._chat, self._text, self._ids = chat, text, ids
+        marks = list(chat.chat_pattern.finditer(text)) if chat.chat_pattern else []
+        self._mark_ends = [mark.end() for mark in marks]
+        self._positions = self._align(np.asarray([chat.chat_ids[mark.group()] for mark in marks], dtype=np.int64))
+
+    def _align(self, written: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+        """Return the positions of the template's chat tokens in the ids."""
+        positions = np.flatnonzero(np.isin(self._ids, list(self._chat.chat_ids.values())))
+        # A tokenizer may put a token of its own in front (bos) or behind (eos).
+        for skip in range(len(positions) - len(written) + 1):
+            window = positions[skip : skip + len(written)]
+            if np.array_equal(self._ids[window], written):
+                return window
+        raise BadSampleError(
+            "encode",
+            "label_mismatch",
+            f"The text holds {len(written)} chat tokens and the ids hold {len(positions)}: labels cannot be placed.",
+        )
+
+    def token_at(self, char: int) -> int:
+        """Return the first token that holds the character or a later one."""
+        after, tail = self._from_mark(char)
+        return after + self._tokens_inside(tail, self._ids[after:])
+
+    def token_after(self, char: int) -> int:
+        """Return the first token that holds no character before `char`; a stop token there belongs to the answer."""
+        after, tail = self._from_mark(char)
+        inside = self._tokens_inside(tail, self._ids[after:])
+        is_whole = self._decode(self._ids[after : after + inside]) == tail
+        end = after + inside + (0 if is_whole else 1)
+        return end + 1 if end < len(self._ids) and int(self._ids[end]) in self._chat.stop_ids else end
+
+    def answer_end(self, begin_char: int) -> int:
+        """Return where the answer ends: after its stop token, before a chat token that is none, or with the ids."""
+        following = bisect_right(self._mark_ends, begin_char)
+        if following >= len(self._positions):
+            return len(self._ids)
+        end = int(self._positions[following])
+        return end + 1 if int(self._ids[end]) in self._chat.stop_ids else end
+
+    def _from_mark(self, char: int) -> tuple[int, str]:
+        """Return the position after the last chat token before `char`, and the text from there to `char`."""
+        mark = bisect_right(self._mark_ends, char) - 1
+        if mark < 0:
+            return 0, self._text[:char]
+        return int(self._positions[mark]) + 1, self._text[self._mark_ends[mark] : char]
+
+    def _tokens_inside(self, tail: str, ids: npt.NDArray[np.int64]) -> int:
+        """Return how many tokens lie wholly inside `tail`, which begins where the ids begin."""
+        if not tail:
+            return 0
+        alone = np.asarray(self._tokenizer(tail, add_special_tokens=False)["input_ids"], dtype=np.int64)
+        length = min(len(alone), len(ids))
+        same = alone[:length] == ids[:length]
+        count = length if same.all() else int(np.argmin(same))
+        while count < len(alone) and count < len(ids) and len(self._decode(ids[: count + 1])) <= len(tail):
+            count += 1  # the same characters in other tokens
+        return count
+
+    def _decode(self, ids: npt.NDArray[np.int64]) -> str:
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))

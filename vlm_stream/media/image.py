@@ -1,0 +1,123 @@
+"""Images: bytes to a PIL image in RGB, or only its height and width from the header.
+
+Enters: the bytes of one file, or its path. Leaves: what the model's processor takes. A file that cannot be decoded is a
+bad sample, never a crash. This file knows nothing of processors; a caller that wants JPEGs decoded only as large as
+needed says with a function which size its processor would make of a given one.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from vlm_stream.errors import BadSampleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from PIL import Image
+
+__all__ = ["ImageConfig", "decode_image", "probe_image"]
+
+ImageData: TypeAlias = "bytes | bytearray | memoryview | str | Path"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageConfig:
+    """How images are decoded."""
+
+    max_pixels: int = 89_478_485
+    """Larger images are bad samples: decoding them would take the worker's memory. Pillow's own limit."""
+    exif_rotate: bool = False
+    """Turn the image as its EXIF orientation says. Off, as in the processors; the index holds stored sizes."""
+    draft: Callable[[int, int], tuple[int, int]] | None = None
+    """(height, width) -> the size that the processor will resize to. When given, a JPEG is decoded at 1/2, 1/4 or 1/8
+    of its size if that is still at least the target and leads to the same target; pixels then differ slightly."""
+
+
+DEFAULT_IMAGE_CONFIG = ImageConfig()
+
+
+def probe_image(data: ImageData) -> tuple[int, int]:
+    """Return (height, width) from the header alone; raise `BadSampleError` when there is none."""
+    image = _open(data, DEFAULT_IMAGE_CONFIG.max_pixels, stage="convert")
+    width, height = image.size
+    image.close()
+    return height, width
+
+
+def decode_image(data: ImageData, config: ImageConfig = DEFAULT_IMAGE_CONFIG) -> Image.Image:
+    """Return the image in RGB, loaded."""
+    image = _open(data, config.max_pixels, stage="decode")
+    try:
+        if config.draft is not None and image.format == "JPEG":
+            _draft(image, config.draft)
+        image.load()
+        if config.exif_rotate:
+            from PIL import ImageOps
+
+            image = ImageOps.exif_transpose(image)
+        return to_rgb(image)
+    except Exception as error:  # Pillow's plugins raise nearly anything on damaged files
+        raise BadSampleError("decode", "bad_image", f"The image cannot be decoded ({_say(error)}).") from error
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return the image in RGB: itself when it is, because a needless conversion copies every pixel."""
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I") or image.mode == "F":
+        return _sixteen_bit_to_rgb(image)
+    if image.mode == "P" and "transparency" in image.info:
+        return image.convert("RGBA").convert("RGB")
+    return image.convert("RGB")
+
+
+def _sixteen_bit_to_rgb(image: Image.Image) -> Image.Image:
+    """Scale 16-bit grey to 8 bits; Pillow's own conversion would clip everything above 255 to white."""
+    import numpy as np
+    from PIL import Image
+
+    grey = np.asarray(image, dtype=np.float64)
+    high = 65535.0 if image.mode.startswith("I;16") or grey.max(initial=0) > 255 else 255.0
+    eight_bit = np.clip(np.rint(grey * (255.0 / high)), 0, 255).astype(np.uint8)
+    return Image.fromarray(eight_bit).convert("RGB")
+
+
+def _open(data: ImageData, max_pixels: int, stage: str) -> Image.Image:
+    from PIL import Image
+
+    source: Any = io.BytesIO(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
+    try:
+        image = Image.open(source)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadSampleError(stage, "image_too_large", f"The image is too large to decode ({_say(error)}).") from error
+    except FileNotFoundError as error:
+        raise BadSampleError(stage, "missing_file", f"There is no image file at {source}.") from error
+    except Exception as error:
+        raise BadSampleError(stage, "bad_image", f"The bytes are not an image ({_say(error)}).") from error
+    width, height = image.size
+    if width * height > max_pixels:
+        raise BadSampleError(
+            stage, "image_too_large", f"The image has {width}x{height} pixels, more than the limit of {max_pixels}."
+        )
+    if not width or not height:
+        raise BadSampleError(stage, "bad_image", f"The image has {width}x{height} pixels.")
+    return image
+
+
+def _draft(image: Image.Image, target: Callable[[int, int], tuple[int, int]]) -> None:
+    """Tell the JPEG decoder to scale while decoding, to the smallest size that leads to the same target."""
+    width, height = image.size
+    wanted = target(height, width)
+    for scale in (8, 4, 2):
+        small = (-(-height // scale), -(-width // scale))  # the decoder rounds up
+        if small[0] >= wanted[0] and small[1] >= wanted[1] and target(*small) == wanted:
+            image.draft("RGB", (small[1], small[0]))
+            return
+
+
+def _say(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
