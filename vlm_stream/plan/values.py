@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["ColumnReader", "Ref", "SampleColumns", "SourceSpec", "StepShape", "Unit"]
+__all__ = ["ColumnReader", "Dropped", "Ref", "SampleColumns", "SourceSpec", "StepShape", "Unit"]
 
 
 class Ref(NamedTuple):
@@ -84,6 +84,17 @@ class StepShape:
     def units_per_step(self) -> int:
         """Return how many units all ranks together consume in one step."""
         return self.world_size * self.micro_batches * self.batch_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A sample that the plan left out or shortened, and why."""
+
+    ref: Ref
+    reason: str
+    """`too_long`, `too_much_vision` or `truncated`: the last one is delivered, cut to the limit."""
+    tokens: int
+    vision_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
