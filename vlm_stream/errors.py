@@ -1,18 +1,18 @@
 """The error tree. Every message says three things: the fact, its consequence, and the way out.
 
-    VlmStreamError
-    |-- InputError              what the user gave cannot be used as given (a command ends with exit code 2)
-    |   |-- ConfigError         an option, a YAML key, an argument of the API
-    |   |-- SourceError         a meta file or data file that cannot be read at all
-    |   |-- StateError          a checkpoint that does not belong to this run
-    |   `-- MissingExtraError   an optional package is needed and not installed
-    |-- DatasetError            shards, indexes or the manifest contradict themselves or each other
-    |   `-- ChangedObjectError  an object is no longer the one that the manifest describes
-    |-- StorageError            bytes could not be read or written
-    |   |-- NotFoundError       there is nothing at that URL
-    |   `-- AccessError         the store refused the credentials or the request
-    |-- BadSampleError          one sample cannot be used; callers record it and go on
-    `-- BadBudgetError          more bad samples than the budget allows
+VlmStreamError
+|-- InputError              what the user gave cannot be used as given (a command ends with exit code 2)
+|   |-- ConfigError         an option, a YAML key, an argument of the API
+|   |-- SourceError         a meta file or data file that cannot be read at all
+|   |-- StateError          a checkpoint that does not belong to this run
+|   `-- MissingExtraError   an optional package is needed and not installed
+|-- DatasetError            shards, indexes or the manifest contradict themselves or each other
+|   `-- ChangedObjectError  an object is no longer the one that the manifest describes
+|-- StorageError            bytes could not be read or written
+|   |-- NotFoundError       there is nothing at that URL
+|   `-- AccessError         the store refused the credentials or the request
+|-- BadSampleError          one sample cannot be used; callers record it and go on
+`-- BadBudgetError          more bad samples than the budget allows
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Media of several rows become media of one batch: tensors are joined, lists of tensors stay lists.
+"""Media of several rows become media of one batch.
 
-Enters: dicts of tensors, one per row. Leaves: a dict with the joined media and the counts per row. Knows no text.
+Enters: dicts of tensors, one per row. Leaves: a dict with every media key joined along axis 0. Tensors that differ in
+their other axes (tiles per image, frames of sound) are padded with zeros, as the processors themselves pad a batch;
+lists of tensors stay lists. Knows no text and no family.
 """
 
 from __future__ import annotations
@@ -9,42 +11,63 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from vlm_stream.encode.labels import SEQUENCE_KEYS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["JOINED_KEYS", "PIXEL_KEYS", "join_media", "join_pixels"]
+__all__ = ["PIXEL_KEYS", "join_media", "join_parts", "media_keys"]
 
 PIXEL_KEYS: Final = ("pixel_values", "pixel_values_videos")
-JOINED_KEYS: Final = ("image_grid_thw", "image_position_ids", "video_grid_thw", "second_per_grid_ts")
+_NOT_MEDIA: Final = frozenset(
+    {*SEQUENCE_KEYS, "position_ids", "seq_lens", "seq_lens_padded", "n_images", "n_videos", "conversation"}
+)
 
 
-def join_pixels(parts: Sequence[Any], dtype: torch.dtype | None = None) -> Any:
-    """Join the pixels of several rows: tensors along axis 0, lists into one flat list; `dtype` converts them.
+def media_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys under which rows carry media, in the order in which they appear."""
+    values = ((key, value) for row in rows for key, value in row.items() if key not in _NOT_MEDIA)
+    return list(dict.fromkeys(key for key, value in values if isinstance(value, (torch.Tensor, list, tuple))))
+
+
+def join_media(rows: Sequence[Mapping[str, Any]], *, pixel_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Return the joined media of all rows; `pixel_dtype` converts `pixel_values` and `pixel_values_videos`."""
+    batch = {}
+    for key in media_keys(rows):
+        parts = [row[key] for row in rows if row.get(key) is not None]
+        joined = join_parts(parts)
+        if pixel_dtype is not None and key in PIXEL_KEYS:
+            joined = joined.to(pixel_dtype) if isinstance(joined, torch.Tensor) else [p.to(pixel_dtype) for p in joined]
+        batch[key] = joined
+    return batch
+
+
+def join_parts(parts: Sequence[Any]) -> Any:
+    """Join tensors along axis 0, lists of tensors into one flat list, lists of numbers into one tensor.
 
     Raises:
-        TypeError: When some rows hold tensors and others lists.
+        TypeError: When some parts are tensors and others lists of tensors.
     """
-    are_tensors = [isinstance(part, torch.Tensor) for part in parts]
-    if all(are_tensors):
-        joined = torch.cat(list(parts), dim=0) if len(parts) > 1 else parts[0]
-        return joined.to(dtype) if dtype is not None else joined
-    if any(are_tensors):
+    if all(isinstance(part, torch.Tensor) for part in parts):
+        return _cat_padded(parts)
+    lists = [part for part in parts if not isinstance(part, torch.Tensor)]
+    if not any(isinstance(entry, torch.Tensor) for part in lists for entry in part):
+        return _cat_padded([torch.as_tensor(part) for part in parts])
+    if len(lists) < len(parts):
         raise TypeError("Some rows hold pixels as one tensor and others as a list of tensors; they cannot be joined.")
-    flat = [pixels for part in parts for pixels in part]
-    return [pixels.to(dtype) for pixels in flat] if dtype is not None else flat
+    return [entry for part in parts for entry in part]
 
 
-def join_media(
-    rows: Sequence[Mapping[str, Any]], *, pixel_dtype: torch.dtype | None = None, keys: Sequence[str] = JOINED_KEYS
-) -> dict[str, Any]:
-    """Return the joined media of all rows; keys that no row has are left out."""
-    batch: dict[str, Any] = {}
-    for key in PIXEL_KEYS:
-        parts = [row[key] for row in rows if row.get(key) is not None]
-        if parts:
-            batch[key] = join_pixels(parts, pixel_dtype)
-    for key in keys:
-        parts = [torch.as_tensor(row[key]) for row in rows if row.get(key) is not None]
-        if parts:
-            batch[key] = torch.cat(parts, dim=0)
-    return batch
+def _cat_padded(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    if len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(list(parts), dim=0)
+    largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    out = parts[0].new_zeros((sum(len(part) for part in parts), *largest))
+    begin = 0
+    for part in parts:
+        place = (slice(begin, begin + len(part)), *(slice(0, size) for size in part.shape[1:]))
+        out[place] = part
+        begin += len(part)
+    return out

@@ -17,7 +17,7 @@ from vlm_stream.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["block_causal_mask", "neat_packed_vlm_collater"]
+__all__ = ["block_causal_mask", "neat_packed_vlm_collater", "pad_column", "pad_positions"]
 
 _FLASH: Final = "flash_attention_"
 
@@ -49,11 +49,11 @@ def neat_packed_vlm_collater(
     if not batch:
         return {}
     length = padded_length(batch, max_length)
-    documents = pad_rows(batch, "attention_mask", length, 0)
+    documents = pad_column(batch, "attention_mask", length, 0)
     out: dict[str, Any] = {
-        "input_ids": pad_rows(batch, "input_ids", length, padding_idx),
-        "labels": pad_rows(batch, "labels", length, IGNORE),
-        "mm_token_type_ids": pad_rows(batch, "mm_token_type_ids", length, 0),
+        "input_ids": pad_column(batch, "input_ids", length, padding_idx),
+        "labels": pad_column(batch, "labels", length, IGNORE),
+        "mm_token_type_ids": pad_column(batch, "mm_token_type_ids", length, 0),
         "position_ids": pad_positions(batch, length),
     }
     is_compact = attn_implementation.startswith(_FLASH) or not materialize_4d_mask
@@ -74,7 +74,7 @@ def padded_length(batch: Sequence[dict[str, Any]], max_length: int | None) -> in
     return max_length or longest
 
 
-def pad_rows(batch: Sequence[dict[str, Any]], key: str, length: int, value: int) -> torch.Tensor:
+def pad_column(batch: Sequence[dict[str, Any]], key: str, length: int, value: int) -> torch.Tensor:
     """Return [B, length]; a row without the key is all `value`."""
     out = torch.full((len(batch), length), value, dtype=torch.int64)
     for row, pack in enumerate(batch):
@@ -88,7 +88,7 @@ def pad_positions(batch: Sequence[dict[str, Any]], length: int) -> torch.Tensor:
     """Return [B, length], or [axes, B, length] when the packs carry several position axes (mRoPE)."""
     axes = max((pack["position_ids"].shape[0] for pack in batch if pack["position_ids"].ndim == 2), default=0)
     if not axes:
-        return pad_rows(batch, "position_ids", length, 0)
+        return pad_column(batch, "position_ids", length, 0)
     out = torch.zeros((axes, len(batch), length), dtype=torch.int64)
     for row, pack in enumerate(batch):
         positions = pack["position_ids"]  # [axes, L], or [L] for a pack without media: the same on every axis

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vlm_stream.media.video import VideoBackend
+    from vlm_stream.tokens.frames import FrameRule
 
 __all__ = ["EncodeConfig"]
 
@@ -31,12 +32,8 @@ class EncodeConfig:
     """How images are decoded."""
     video_backend: VideoBackend = "auto"
     """decord, av or torchcodec; auto: decord where it is installed, av otherwise."""
-    fps: float | None = None
-    """Frames per second to sample; None: what the processor's video part says."""
-    min_frames: int | None = None
-    """Fewest frames of a video; None: the processor's."""
-    max_frames: int | None = None
-    """Most frames of a video; None: the processor's."""
+    frames: FrameRule | None = None
+    """Which frames of a video are read; None: as the processor's own config says. Planning must count with the same."""
     allow_unlabelled: bool = False
     """Return samples in which nothing is to be learned, instead of calling them bad."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -48,7 +45,5 @@ class EncodeConfig:
         """Refuse values that mean nothing."""
         if self.overlong not in ("bad", "truncate"):
             raise ConfigError(f"overlong={self.overlong!r} means nothing here; use 'bad' or 'truncate'.")
-        for name in ("max_length", "min_frames", "max_frames", "fps"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value!r} would leave nothing to encode; use a number above 0, or None.")
+        if self.max_length is not None and self.max_length < 1:
+            raise ConfigError(f"max_length={self.max_length} leaves nothing to encode; use a number above 0, or None.")

@@ -7,16 +7,17 @@ same text and media. Steps: decode, render once, call the processor once, place 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlm_stream.encode.chat_format import ChatFormat, Rendered, chat_format, render_chat, tokenizer_of
+from vlm_stream.encode.call_processor import call_processor
+from vlm_stream.encode.chat_format import ChatFormat, Rendered, chat_format, render_chat
 from vlm_stream.encode.config import EncodeConfig
 from vlm_stream.encode.fake_image import has_media, inject_fake_image, mask_vision_tokens
 from vlm_stream.encode.fit_length import fit_length
-from vlm_stream.encode.labels import IGNORE, label_answers, wants_training
-from vlm_stream.encode.load_media import LoadedMedia, audio_rate_of, load_media, processor_reads
+from vlm_stream.encode.labels import IGNORE, SEQUENCE_KEYS, label_answers, wants_training
+from vlm_stream.encode.load_media import LoadedMedia, load_media, processor_reads
 from vlm_stream.encode.marker_scan import build_labels_from_template
 from vlm_stream.encode.media_tokens import check_media_tokens
 from vlm_stream.encode.typed_markers import TypedMarkers, disguise, splice_plain
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from vlm_stream.conversation import Conversation
 
 __all__ = ["Encoder"]
-
-SEQUENCE_KEYS: Final = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
-"""Tensors with one entry per token."""
 
 
 class Encoder:
@@ -78,10 +76,11 @@ class Encoder:
 
     def _encode(self, conversation: Conversation, loaded: LoadedMedia, is_faked: bool) -> dict[str, Any]:
         rendered, markers = self.render(conversation)
-        sample = call_processor(self.processor, rendered.text, loaded, self.config.processor_kwargs)
+        batch = call_processor(self.processor, [rendered.text], [loaded], self.config.processor_kwargs)
+        sample = {key: value[0] if key in SEQUENCE_KEYS else value for key, value in batch.items()}
         if markers is not None:
-            _splice(self.processor, sample, rendered.text, markers)
-        sample["labels"] = self._label(conversation, rendered, sample["input_ids"])
+            sample |= self.splice(sample, rendered, markers)
+        sample["labels"] = self.label(conversation, rendered, sample["input_ids"])
         if self.config.max_length is not None:
             sample = fit_length(self.processor, sample, self.config.max_length, self.config.overlong)
         check_media_tokens(self.processor, sample["input_ids"], sample)
@@ -91,17 +90,32 @@ class Encoder:
             sample["attention_mask"] = mask_vision_tokens(self.processor, sample["input_ids"], sample["attention_mask"])
         return sample
 
-    def _label(self, conversation: Conversation, rendered: Rendered, ids: torch.Tensor) -> torch.Tensor:
-        if rendered.spans is None and not self.chat.header:
-            return build_labels_from_template(ids[None], [conversation], self.processor)[0]
-        train = wants_training(conversation)
-        return _as_tensor(label_answers(self.processor, self.chat, rendered, ids.numpy(), train))
-
     def render(self, conversation: Conversation) -> tuple[Rendered, TypedMarkers | None]:
         """Return what the chat template writes, typed control strings replaced."""
         conversation = shape_content(conversation, self.chat)
         conversation, markers = disguise(conversation, self.chat)
         return render_chat(self.processor, self.chat, conversation, **self.config.template_kwargs), markers
+
+    def label(self, conversation: Conversation, rendered: Rendered, ids: torch.Tensor) -> torch.Tensor:
+        """Return labels for ids [S] without padding."""
+        if rendered.spans is None and not self.chat.header:
+            return build_labels_from_template(ids[None], [conversation], self.processor)[0]
+        train = wants_training(conversation)
+        return _as_tensor(label_answers(self.processor, self.chat, rendered, ids.numpy(), train))
+
+    def splice(
+        self, row: Mapping[str, torch.Tensor], rendered: Rendered, markers: TypedMarkers
+    ) -> dict[str, torch.Tensor]:
+        """Return the per-token tensors of a row with typed control strings written as plain text."""
+        ids, origin = splice_plain(self.processor, rendered.text, row["input_ids"].numpy(), markers)
+        is_new = origin < 0
+        spliced = {"input_ids": _as_tensor(ids)}
+        for key in SEQUENCE_KEYS:
+            if key in row and key != "input_ids":
+                value = row[key].numpy()[np.maximum(origin, 0)]
+                value[is_new] = 1 if key == "attention_mask" else 0
+                spliced[key] = _as_tensor(value)
+        return spliced
 
 
 def shape_content(conversation: Conversation, chat: ChatFormat) -> Conversation:
@@ -125,48 +139,6 @@ def _join_text(content: list[dict[str, Any]]) -> str:
             "encode", "no_media_in_template", "The chat template takes plain text, the turn has media."
         )
     return "".join(item["text"] for item in content)
-
-
-def call_processor(processor: Any, text: str, loaded: LoadedMedia, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Call the processor on one rendered text; per-token tensors lose their batch axis."""
-    kwargs: dict[str, Any] = {"return_tensors": "pt", **options}
-    bos = getattr(tokenizer_of(processor), "bos_token", None)
-    if bos is not None and text.startswith(bos):
-        kwargs["add_special_tokens"] = False  # the template wrote it; transformers decides the same way
-    if loaded.images:
-        kwargs["images"] = [loaded.images]
-    if loaded.videos:
-        kwargs["videos"] = [[video.frames for video in loaded.videos]]
-        kwargs |= {"do_sample_frames": False, "video_metadata": _metadata_for(processor, loaded)}
-    if loaded.audios:
-        kwargs |= {"audio": loaded.audios, "sampling_rate": audio_rate_of(processor)}
-    out = processor(text=[text], **kwargs)
-    return {key: value[0] if key in SEQUENCE_KEYS else value for key, value in out.items()}
-
-
-def _metadata_for(processor: Any, loaded: LoadedMedia) -> Any:
-    """Return the metadata in the form that the processor's class takes: a list, or one object for its one video."""
-    metadata = loaded.video_metadata()
-    if not type(processor).__name__.startswith("NemotronH"):
-        return metadata
-    if len(metadata) > 1:
-        raise BadSampleError("encode", "too_many_videos", f"{type(processor).__name__} takes one video per sample.")
-    from transformers.video_utils import VideoMetadata
-
-    return VideoMetadata(**metadata[0])
-
-
-def _splice(processor: Any, sample: dict[str, Any], text: str, markers: TypedMarkers) -> None:
-    """Write typed control strings as plain text; tensors with one entry per token follow."""
-    ids, origin = splice_plain(processor, text, sample["input_ids"].numpy(), markers)
-    is_new = origin < 0
-    for key in SEQUENCE_KEYS:
-        if key not in sample:
-            continue
-        value = sample[key].numpy()[np.maximum(origin, 0)]
-        value[is_new] = 1 if key == "attention_mask" else 0
-        sample[key] = _as_tensor(value)
-    sample["input_ids"] = _as_tensor(ids)
 
 
 def _as_tensor(array: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vlm_stream.encode.labels import SEQUENCE_KEYS
 from vlm_stream.encode.media_tokens import media_token_ids
 from vlm_stream.errors import BadSampleError
 
@@ -34,11 +35,4 @@ def fit_length(processor: Any, sample: dict[str, Any], max_length: int, overlong
             "truncated_media",
             f"Cutting {length} tokens at {max_length} would take media tokens away; their pixels would match nothing.",
         )
-    is_per_token = {
-        key: isinstance(value, torch.Tensor) and value.ndim == 1 and len(value) == length and key in _CUT_KEYS
-        for key, value in sample.items()
-    }
-    return {key: value[:max_length] if is_per_token[key] else value for key, value in sample.items()}
-
-
-_CUT_KEYS = frozenset({"input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids"})
+    return {key: value[:max_length] if key in SEQUENCE_KEYS else value for key, value in sample.items()}

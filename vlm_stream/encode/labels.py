@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["IGNORE", "header_ends", "label_answers", "wants_training"]
+__all__ = ["IGNORE", "SEQUENCE_KEYS", "header_ends", "label_answers", "wants_training"]
 
 IGNORE: Final = -100
+SEQUENCE_KEYS: Final = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
+"""Tensors with one entry per token."""
 
 
 def wants_training(conversation: Sequence[dict[str, Any]]) -> list[bool]:

@@ -1,19 +1,33 @@
 """The media of one conversation, decoded, in the order in which the conversation shows them.
 
-Enters: media items that name members, and the members' bytes. Leaves: images, videos with their metadata, waveforms:
-what the processor is called with. Which frames of a video are decoded is the rule of `vlm_stream.tokens.frames`.
+Enters: media items that name members (or files, or hold bytes or decoded objects), and the members' bytes. Leaves:
+images, videos with their metadata, waveforms: what the processor is called with. Which frames of a video are decoded is
+the rule of `vlm_stream.tokens.frames`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.conversation import Conversation, Item, iter_media
 from vlm_stream.encode.fake_image import FAKE_IMAGE_NAME, make_fake_image
-from vlm_stream.encode.pick_frames import FrameRule, frame_rule, picker
+from vlm_stream.encode.pick_frames import frame_rule, picker
 from vlm_stream.errors import BadSampleError
-from vlm_stream.media import DecodedVideo, decode_audio, decode_frame_list, decode_image, decode_video
+from vlm_stream.media import (
+    DecodedVideo,
+    VideoInfo,
+    decode_audio,
+    decode_frame_list,
+    decode_image,
+    decode_video,
+    read_lmdb,
+    resample_audio,
+    to_rgb,
+)
+from vlm_stream.media.lmdb import LMDB_SEPARATOR
+from vlm_stream.tokens.frames import FrameRule, make_video_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +60,7 @@ def processor_reads(processor: Any, config: EncodeConfig) -> ProcessorReads:
     return ProcessorReads(
         name=type(processor).__name__,
         media=frozenset(media),
-        frame_rule=frame_rule(processor, config),
+        frame_rule=frame_rule(processor, config.frames),
         audio_rate=audio_rate_of(processor),
     )
 
@@ -69,14 +83,8 @@ class LoadedMedia:
     def video_metadata(self) -> list[dict[str, Any]]:
         """Return the true facts of each video in the words of transformers."""
         return [
-            {
-                "total_num_frames": video.info.frames,
-                "fps": video.info.fps or None,
-                "width": video.info.width,
-                "height": video.info.height,
-                "duration": video.info.seconds,
-                "frames_indices": list(video.indices),
-            }
+            make_video_metadata(video.info.frames, video.info.fps, video.info.seconds, video.indices)
+            | {"height": video.info.height, "width": video.info.width}
             for video in self.videos
         ]
 
@@ -96,34 +104,72 @@ def load_media(
             )
         try:
             if item["type"] == "image":
-                is_fake = isinstance(where, str) and where == FAKE_IMAGE_NAME and where not in members
-                image = make_fake_image() if is_fake else decode_image(_bytes_of(where, members), config.image)
-                loaded.images.append(image)
+                loaded.images.append(_load_image(where, members, config))
             elif item["type"] == "video":
                 loaded.videos.append(_load_video(item, members, config, reads.frame_rule))
             else:
-                loaded.audios.append(decode_audio(_bytes_of(where, members), reads.audio_rate))
+                loaded.audios.append(_load_audio(where, members, reads.audio_rate))
         except BadSampleError as error:
             raise BadSampleError("decode", error.reason, f"{_name_of(where)}: {error}") from error
     return loaded
 
 
+def _load_image(where: Any, members: Mapping[str, Any], config: EncodeConfig) -> Image.Image:
+    if hasattr(where, "convert"):  # decoded already
+        return to_rgb(where)
+    if isinstance(where, str) and where == FAKE_IMAGE_NAME and where not in members:
+        return make_fake_image()
+    return decode_image(_bytes_of(where, members), config.image)
+
+
 def _load_video(item: Item, members: Mapping[str, Any], config: EncodeConfig, rule: FrameRule) -> DecodedVideo:
     where = item["video"]
     pick = picker(rule, item)
-    if isinstance(where, (list, tuple)):
+    if isinstance(where, (list, tuple)) and where and isinstance(where[0], (str, bytes, bytearray, memoryview)):
         frames = [_bytes_of(name, members) for name in where]
         return decode_frame_list(frames, pick, item.get("fps") or rule.fps, config.image)
+    if isinstance(where, (list, tuple)) or hasattr(where, "shape"):
+        return _ready_frames(item, rule)
     return decode_video(_bytes_of(where, members), pick, config.video_backend)
 
 
+def _ready_frames(item: Item, rule: FrameRule) -> DecodedVideo:
+    """Take frames that somebody sampled already; `_video_fps` and `_frame_indices` say from where."""
+    import numpy as np
+
+    where = item["video"]
+    frames = np.asarray(where) if hasattr(where, "shape") else np.stack([np.asarray(to_rgb(f)) for f in where])
+    if frames.ndim != 4:
+        raise BadSampleError("decode", "bad_video", f"Ready frames have the shape {frames.shape}, not [n, h, w, 3].")
+    if frames.shape[-1] != 3:
+        frames = frames.transpose(0, 2, 3, 1)
+    indices = tuple(int(i) for i in item.get("_frame_indices") or range(len(frames)))
+    fps = float(item.get("_video_fps") or item.get("fps") or rule.fps or 0.0)
+    total = int(item.get("_total_frames") or max(indices) + 1)
+    info = VideoInfo(total, frames.shape[1], frames.shape[2], fps, total / fps if fps else 0.0)
+    return DecodedVideo(frames=frames, info=info, indices=indices)
+
+
+def _load_audio(where: Any, members: Mapping[str, Any], rate: int) -> Any:
+    """Return the waveform; ready ones come as an array at the right rate, (array, rate), or a dict with both."""
+    if isinstance(where, dict) and "array" in where:
+        return resample_audio(where["array"], int(where["sampling_rate"]), rate)
+    if isinstance(where, (tuple, list)) and len(where) == 2 and not isinstance(where[0], str):
+        return resample_audio(where[0], int(where[1]), rate)
+    return where if hasattr(where, "shape") else decode_audio(_bytes_of(where, members), rate)
+
+
 def _bytes_of(where: Any, members: Mapping[str, Any]) -> Any:
-    """Return the bytes of a member; an item may also hold bytes itself."""
+    """Return the bytes of a member; an item may also hold bytes, or the path of a file."""
     if isinstance(where, (bytes, bytearray, memoryview)):
         return where
-    if where not in members:
-        raise BadSampleError("decode", "missing_member", "the conversation names it, the sample does not hold it.")
-    return members[where]
+    if where in members:
+        return members[where]
+    if isinstance(where, str) and LMDB_SEPARATOR in where:
+        return read_lmdb(where)
+    if isinstance(where, (str, Path)) and Path(where).is_file():
+        return where
+    raise BadSampleError("decode", "missing_member", "the conversation names it, the sample does not hold it.")
 
 
 def _name_of(where: Any) -> str:

@@ -1,0 +1,66 @@
+"""A collate function that survives bad batches: the whole batch is drawn again, the same way every time.
+
+Enters: a dataset and a collate function. Leaves: a function that on failure takes other examples. The draw depends on
+the batch's own text and the attempt alone: not on workers, on earlier batches or on a global generator. The stream does
+not use this (it records bad samples instead); it is for map-style datasets.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import zlib
+from typing import TYPE_CHECKING, Any
+
+from vlm_stream.encode.text_search import message_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["make_robust_collate"]
+
+logger = logging.getLogger(__name__)
+
+
+def make_robust_collate(
+    dataset: Any, collate_fn: Callable[[Sequence[Any]], Any], max_retries: int = 10
+) -> Callable[[Sequence[Any]], Any]:
+    """Wrap a collate function so that a batch that fails is replaced by other examples of the dataset.
+
+    Args:
+        dataset: Where the replacements come from (`len` and item access).
+        collate_fn: What is called with the batch.
+        max_retries: How often it may fail.
+
+    Returns:
+        The wrapped function; it raises RuntimeError, with the last error as its cause, when the retries are used up.
+    """
+
+    def robust(batch: Sequence[Any]) -> Any:
+        error: Exception | None = None
+        seed = _fingerprint(batch)
+        for attempt in range(max_retries):
+            try:
+                return collate_fn(batch)
+            except Exception as caught:  # noqa: PERF203 - one attempt per pass is the point
+                error = caught
+                rng = random.Random(f"{seed}:{attempt}")
+                places = [rng.randrange(len(dataset)) for _ in batch]
+                logger.warning(
+                    "A batch of %d failed to collate (%r); it is replaced by the examples %s.",
+                    len(batch),
+                    caught,
+                    places,
+                )
+                batch = [dataset[place] for place in places]
+        raise RuntimeError(f"Collate failed after {max_retries} retries: {error!r}") from error
+
+    return robust
+
+
+def _fingerprint(batch: Sequence[Any]) -> int:
+    texts = []
+    for example in batch:
+        conversation = example.get("conversation") if isinstance(example, dict) else None
+        texts.append("\0".join(message_text(m) for m in conversation) if conversation else repr(type(example)))
+    return zlib.crc32("\1".join(texts).encode())

@@ -1,0 +1,357 @@
+"""Read a processor's config into counting rules: enters a processor object, leaves a `Geometry`.
+
+Which rule a family follows is decided by the class of its processor; the numbers come from the object itself, also
+where a processor class overrides what its parts say. Classes are known by name, so transformers is not imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.errors import ConfigError
+from vlm_stream.tokens.frames import FrameRule
+from vlm_stream.tokens.geometry import Geometry
+from vlm_stream.tokens.rules.anyres import AnyresImage
+from vlm_stream.tokens.rules.audio import ChunkedAudio, ConvolvedMel, FilterBank, SubsampledMel, WindowedMel
+from vlm_stream.tokens.rules.crops import RowCrops, WindowCrops
+from vlm_stream.tokens.rules.fixed import FixedFrames, FixedImage
+from vlm_stream.tokens.rules.navit import NavitImage, NavitVideo
+from vlm_stream.tokens.rules.patch_budget import BudgetedImage, TargetedVideo
+from vlm_stream.tokens.rules.patch_grid import ClipGrid, ClipGridImage, FrameGrid, PatchGrid
+from vlm_stream.tokens.rules.soft_budget import SoftBudget
+from vlm_stream.tokens.rules.tiles import PaddedTiles, TileGrid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["read_family", "read_geometry"]
+
+_log = logging.getLogger(__name__)
+
+_VIT_PATCH: Final = 14
+"""Pixels along a patch of the towers whose processors do not tell (InternViT, SigLIP so400m)."""
+_DEFAULT_FPS: Final = 2.0
+"""Processors without a rate of their own would take every frame of a file: 10 s of 720p would be 108,029 tokens."""
+
+
+class _Part:
+    """One part of a processor, seen as its processor will call it: class-wide defaults win over the part's config."""
+
+    def __init__(self, processor: Any, name: str, modality: str) -> None:
+        self._part = getattr(processor, name, None)
+        declared = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", None) or {}
+        self._overrides = declared.get(modality, {})
+        self._owner = f"{type(processor).__name__}.{name}"
+
+    def read(self, name: str, default: Any = None) -> Any:
+        """Return a setting; a present None reads as the default."""
+        value = self._overrides.get(name)
+        if value is None:
+            value = getattr(self._part, name, None)
+        return default if value is None else value
+
+    def read_size(self, *names: str, default: int | None = None) -> int:
+        """Return the first of these keys that the part's `size` (a dict or an object) holds."""
+        size = self.read("size")
+        for name in names:
+            value = size.get(name) if hasattr(size, "get") else getattr(size, name, None)
+            if value:
+                return int(value)
+        if default is None:
+            raise ConfigError(
+                f"{self._owner} has no {' or '.join(names)} in its size ({size!r}), so its tokens cannot be counted. "
+                "Complete the processor's config."
+            )
+        return default
+
+
+def _image(processor: Any) -> _Part:
+    return _Part(processor, "image_processor", "images_kwargs")
+
+
+def _video(processor: Any) -> _Part:
+    return _Part(processor, "video_processor", "videos_kwargs")
+
+
+def _audio(processor: Any, name: str = "feature_extractor") -> _Part:
+    return _Part(processor, name, "audio_kwargs")
+
+
+def _frame_rule(part: _Part, temporal_patch_size: int, max_frames: int | None = None) -> FrameRule:
+    most = max_frames or part.read("max_frames", 768)
+    return FrameRule(
+        fps=float(part.read("fps", _DEFAULT_FPS)),
+        min_frames=min(int(part.read("min_frames", 4)), int(most)),
+        max_frames=int(most),
+        temporal_patch_size=temporal_patch_size,
+    )
+
+
+def _pixel_limits(part: _Part) -> dict[str, int]:
+    """Return the limits of a Qwen-like part; old versions keep them as attributes beside `size`."""
+    return {
+        "min_pixels": int(part.read("min_pixels") or part.read_size("min_pixels", "shortest_edge")),
+        "max_pixels": int(part.read("max_pixels") or part.read_size("max_pixels", "longest_edge")),
+    }
+
+
+def _grid(part: _Part) -> dict[str, int]:
+    return {"patch_size": int(part.read("patch_size")), "merge_size": int(part.read("merge_size"))}
+
+
+def _cap(part: _Part) -> int | None:
+    return int(part.read("max_video_tokens")) if part.read("cap_pixels_per_frame") else None
+
+
+def _read_qwen2(processor: Any, family: str) -> Geometry:
+    image, video = _image(processor), _video(processor)
+    temporal = int(video.read("temporal_patch_size"))
+    return Geometry(
+        family=family,
+        image=PatchGrid(**_grid(image), **_pixel_limits(image)),
+        video=FrameGrid(
+            **_grid(video), **_pixel_limits(video), temporal_patch_size=temporal, capped_tokens=_cap(video)
+        ),
+        frames=_frame_rule(video, temporal),
+    )
+
+
+def _read_qwen3_omni(processor: Any, family: str) -> Geometry:
+    seeing, audio = _read_qwen2(processor, family), _audio(processor)
+    hearing = WindowedMel(
+        sampling_rate=int(audio.read("sampling_rate", 16000)),
+        hop_length=int(audio.read("hop_length", 160)),
+        window_frames=2 * int(audio.read("n_window", 50)),
+    )
+    return Geometry(family=family, image=seeing.image, video=seeing.video, audio=hearing, frames=seeing.frames)
+
+
+def _read_qwen3(processor: Any, family: str) -> Geometry:
+    image, video = _image(processor), _video(processor)
+    temporal = int(video.read("temporal_patch_size"))
+    return Geometry(
+        family=family,
+        image=PatchGrid(**_grid(image), **_pixel_limits(image)),
+        video=ClipGrid(**_grid(video), **_pixel_limits(video), temporal_patch_size=temporal, capped_tokens=_cap(video)),
+        frames=_frame_rule(video, temporal),
+    )
+
+
+def _read_glm46v(processor: Any, family: str) -> Geometry:
+    image, video = _image(processor), _video(processor)
+    temporal = int(video.read("temporal_patch_size"))
+    image_temporal = int(image.read("temporal_patch_size"))
+    return Geometry(
+        family=family,
+        image=ClipGridImage(**_grid(image), **_pixel_limits(image), temporal_patch_size=image_temporal),
+        video=ClipGrid(**_grid(video), **_pixel_limits(video), temporal_patch_size=temporal),
+        frames=_frame_rule(video, temporal, max_frames=640),  # the most that its own sampler takes
+    )
+
+
+def _read_kimi(processor: Any, family: str) -> Geometry:
+    image, video = _image(processor), _video(processor)
+    temporal = int(video.read("temporal_patch_size"))
+
+    def limits(part: _Part) -> dict[str, int]:
+        return {"max_patches": int(part.read("max_patches")), "max_side_patches": part.read_size("max_height")}
+
+    return Geometry(
+        family=family,
+        image=NavitImage(**_grid(image), **limits(image)),
+        video=NavitVideo(**_grid(video), **limits(video), temporal_patch_size=temporal),
+        frames=_frame_rule(video, temporal),
+    )
+
+
+def _read_gemma3(processor: Any, family: str) -> Geometry:
+    image = _image(processor)
+    crops: dict[str, Any] = {}
+    if image.read("do_pan_and_scan"):
+        crops = {
+            "max_crops": int(image.read("pan_and_scan_max_num_crops")),
+            "min_crop_size": int(image.read("pan_and_scan_min_crop_size")),
+            "min_ratio": float(image.read("pan_and_scan_min_ratio_to_activate")),
+        }
+    patches = (image.read_size("height") // _VIT_PATCH) * (image.read_size("width") // _VIT_PATCH)
+    rule = FixedImage(tokens_per_view=int(processor.image_seq_length), patches_per_view=patches, **crops)
+    return Geometry(family=family, image=rule)
+
+
+def _read_gemma4(processor: Any, family: str) -> Geometry:
+    image, video, audio = _image(processor), _video(processor), _audio(processor)
+
+    def budget(part: _Part) -> SoftBudget:
+        return SoftBudget(
+            patch_size=int(part.read("patch_size")),
+            pooling_size=int(part.read("pooling_kernel_size")),
+            max_tokens=int(part.read("max_soft_tokens")),
+        )
+
+    rate = int(audio.read("sampling_rate", 16000))
+    hearing: ChunkedAudio | ConvolvedMel
+    if family == "gemma4_unified":
+        hearing = ChunkedAudio(sampling_rate=rate, samples_per_token=int(audio.read("audio_samples_per_token")))
+    else:
+        hop, length = int(audio.read("hop_length")), int(audio.read("frame_length"))
+        hearing = ConvolvedMel(sampling_rate=rate, hop_length=hop, frame_length=length)
+    return Geometry(
+        family=family,
+        image=budget(image),
+        video=budget(video),
+        audio=hearing,
+        frames=_frame_rule(video, 1, max_frames=int(video.read("num_frames", 32))),
+    )
+
+
+def _read_internvl(processor: Any, family: str) -> Geometry:
+    image, video = _image(processor), _video(processor)
+    tile = image.read_size("height")
+    tokens = int(processor.image_seq_length)
+    patches = (tile // _VIT_PATCH) ** 2
+    cuts = bool(image.read("crop_to_patches"))
+    rule = TileGrid(
+        tile_size=tile,
+        min_tiles=int(image.read("min_patches", 1)) if cuts else 1,
+        max_tiles=int(image.read("max_patches", 12)) if cuts else 1,
+        tokens_per_tile=tokens,
+        patches_per_tile=patches,
+    )
+    clip = FixedFrames(tokens_per_frame=tokens, patches_per_frame=patches)
+    return Geometry(family=family, image=rule, video=clip, frames=_frame_rule(video, 1))
+
+
+def _read_llava_onevision(processor: Any, family: str) -> Geometry:
+    image, video = _image(processor), _video(processor)
+    tokens = int(processor.num_image_tokens)
+    side = math.ceil(int(math.sqrt(tokens)) / 2)
+    limit = str(processor.vision_aspect_ratio).removeprefix("anyres_max_")
+    rule = AnyresImage(
+        pinpoints=tuple((int(high), int(wide)) for high, wide in image.read("image_grid_pinpoints")),
+        tile_size=image.read_size("height", "shortest_edge"),
+        tokens_per_tile=tokens,
+        max_tiles=int(limit),
+        dropped_tokens=int(processor.vision_feature_select_strategy == "default"),
+    )
+    clip = FixedFrames(tokens_per_frame=side * side, patches_per_frame=tokens, tokens_per_video=1)
+    return Geometry(family=family, image=rule, video=clip, frames=_frame_rule(video, 1))
+
+
+def _read_smolvlm(processor: Any, family: str) -> Geometry:
+    image, video = _image(processor), _video(processor)
+    crop = int(image.read("max_image_size")["longest_edge"])
+    tokens = int(processor.image_seq_len)
+    patches = tokens * max(1, round((crop / _VIT_PATCH) ** 2 / tokens))
+    rule = RowCrops(
+        crop_size=crop,
+        longest_side=image.read_size("longest_edge"),
+        tokens_per_crop=tokens,
+        patches_per_crop=patches,
+        splits=bool(image.read("do_image_splitting")),
+    )
+    clip = FixedFrames(tokens_per_frame=tokens, patches_per_frame=patches)
+    frames = _frame_rule(video, 1, max_frames=int(video.read("num_frames", 64)))
+    return Geometry(family=family, image=rule, video=clip, frames=frames)
+
+
+def _read_step3p7(processor: Any, family: str) -> Geometry:
+    image = _image(processor)
+    view, window, patch = image.read_size("height"), int(image.read("patch_size")), int(image.read("vision_patch_size"))
+    rule = WindowCrops(
+        view_size=view,
+        window_size=window,
+        largest_side=int(image.read("max_image_size")),
+        tokens_per_view=int(processor.num_image_feature_size),
+        tokens_per_window=int(processor.num_patch_feature_size),
+        patches_per_view=(view // patch) ** 2,
+        patches_per_window=(window // patch) ** 2,
+    )
+    return Geometry(family=family, image=rule)
+
+
+def _read_phi4(processor: Any, family: str) -> Geometry:
+    image, audio = _image(processor), _audio(processor, "audio_processor")
+    seeing = PaddedTiles(
+        tile_size=image.read_size("height"),
+        patch_size=int(image.read("patch_size")),
+        max_tiles=int(image.read("dynamic_hd")),
+    )
+    hearing = FilterBank(
+        sampling_rate=int(audio.read("sampling_rate", 16000)),
+        hop_length=int(audio.read("hop_length")),
+        frame_length=int(audio.read("win_length")),
+        feature_stride=int(audio.read("audio_feat_stride")),
+        compression=int(audio.read("audio_compression_rate")),
+        downsampling=int(audio.read("audio_downsample_rate")),
+    )
+    return Geometry(family=family, image=seeing, audio=hearing)
+
+
+def _read_nemotron(processor: Any, family: str) -> Geometry:
+    image, video = _image(processor), _video(processor)
+    temporal = int(processor.video_temporal_patch_dim)
+    seeing = BudgetedImage(
+        patch_size=int(image.read("patch_size")),
+        merge_size=round(1 / image.read("downsample_ratio")),
+        min_patches=int(image.read("min_num_patches")),
+        max_patches=int(image.read("max_num_patches", 0)),
+        context_tokens=int(image.read("max_model_len")),
+    )
+    clip = TargetedVideo(
+        merge_size=round(1 / video.read("downsample_ratio")),
+        target_patches=int(video.read("video_target_num_patches")),
+        keep_shape=bool(video.read("video_maintain_aspect_ratio")),
+        temporal_patch_size=temporal,
+    )
+    hearing = SubsampledMel(
+        sampling_rate=int(processor.audio_sampling_rate),
+        hop_length=int(processor.audio_hop_length),
+        num_convolutions=int(math.log2(processor.audio_subsampling_factor)),
+    )
+    return Geometry(family=family, image=seeing, video=clip, audio=hearing, frames=_frame_rule(video, temporal))
+
+
+_FAMILIES: Final[dict[str, tuple[str, Callable[[Any, str], Geometry]]]] = {
+    "Gemma3Processor": ("gemma3", _read_gemma3),
+    "Gemma4Processor": ("gemma4", _read_gemma4),
+    "Gemma4UnifiedProcessor": ("gemma4_unified", _read_gemma4),
+    "Glm46VProcessor": ("glm46v", _read_glm46v),
+    "InternVLProcessor": ("internvl", _read_internvl),
+    "KimiK25Processor": ("kimi_k25", _read_kimi),
+    "Kimi_K25Processor": ("kimi_k25", _read_kimi),
+    "LlavaOnevisionProcessor": ("llava_onevision", _read_llava_onevision),
+    "NemotronH_Omni_Reasoning_V3Processor": ("nemotron_h_omni", _read_nemotron),
+    "Phi4MultimodalProcessor": ("phi4_multimodal", _read_phi4),
+    "Qwen2VLProcessor": ("qwen2_vl", _read_qwen2),
+    "Qwen2_5_VLProcessor": ("qwen2_5_vl", _read_qwen2),
+    "Qwen3OmniMoeProcessor": ("qwen3_omni_moe", _read_qwen3_omni),
+    "Qwen3VLProcessor": ("qwen3_vl", _read_qwen3),
+    "SmolVLMProcessor": ("smolvlm", _read_smolvlm),
+    "Step3p7Processor": ("step3p7", _read_step3p7),
+}
+
+
+def read_family(processor: Any) -> str:
+    """Return the family of a processor: "text" for a bare tokenizer, "unknown" for a class that is not known here."""
+    for kind in type(processor).__mro__:
+        if kind.__name__ in _FAMILIES:
+            return _FAMILIES[kind.__name__][0]
+    return "unknown" if hasattr(processor, "tokenizer") else "text"
+
+
+def read_geometry(processor: Any) -> Geometry:
+    """Read the rules of a processor; a guess, and a line in the log, where its class is not known."""
+    for kind in type(processor).__mro__:
+        if kind.__name__ in _FAMILIES:
+            family, read = _FAMILIES[kind.__name__]
+            return read(processor, family)
+    if read_family(processor) == "text":
+        return Geometry(family="text")
+    _log.warning(
+        "No counting rule is known for %s: every medium is taken for 500 tokens, and lengths are estimates. Known: %s.",
+        type(processor).__name__,
+        ", ".join(sorted(_FAMILIES)),
+    )
+    return Geometry.unknown()

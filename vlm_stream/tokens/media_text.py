@@ -1,0 +1,229 @@
+"""What a family writes around its media: enters one medium's size, leaves the text that stands in its place.
+
+Each text holds the medium's embedding token exactly once, however many embeddings there will be, and everything else
+that the processor writes: marks of begin and end, timestamps, rows of crops. Tokenising it therefore gives what the
+medium costs beside its embeddings, plus one. Special tokens split the text before any merging, so leaving out their
+repetitions changes nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from vlm_stream.errors import MissingExtraError
+from vlm_stream.tokens.frames import frame_indices, make_video_metadata
+from vlm_stream.tokens.rules.crops import RowCrops, WindowCrops
+from vlm_stream.tokens.rules.fixed import FixedImage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vlm_stream.tokens.frames import FrameRule
+    from vlm_stream.tokens.geometry import Geometry
+    from vlm_stream.tokens.sizes import AudioSize, ImageSize, VideoSize
+
+__all__ = ["AUDIO_TEXTS", "IMAGE_TEXTS", "VIDEO_TEXTS"]
+
+
+class _Clip:
+    """A clip's sampled frames, as the processor will see them."""
+
+    def __init__(self, size: VideoSize, rule: FrameRule) -> None:
+        total = size.frames if size.frames > 0 else int(size.seconds * size.fps)
+        indices = frame_indices(max(total, 1), size.fps, rule, size.picked or None)
+        metadata = make_video_metadata(total, size.fps, size.seconds, indices)
+        self.indices: list[int] = metadata["frames_indices"]
+        self.fps: float = metadata["fps"]
+        self.duration: float = metadata["duration"]
+        self.timestamps = [index / self.fps for index in self.indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def _once(token: str, number: int) -> str:
+    """Return the embedding token for the first piece of a medium and nothing for the others."""
+    return token if number == 0 else ""
+
+
+def _write_gemma3_image(processor: Any, size: ImageSize, geometry: Geometry) -> str:
+    rule = geometry.image
+    height, width = np.asarray([size.height]), np.asarray([size.width])
+    crops = int(rule.count_crops(height, width)[0]) if isinstance(rule, FixedImage) else 0
+    tokenizer = processor.tokenizer
+
+    def view(number: int) -> str:
+        return f"\n\n{tokenizer.boi_token}{_once(tokenizer.image_token, number)}{tokenizer.eoi_token}\n\n"
+
+    if not crops:
+        return view(0)
+    views = " ".join(view(1 + crop) for crop in range(crops))
+    return f"Here is the original image {view(0)} and here are some crops to help you see better {views}"
+
+
+def _write_gemma4_image(processor: Any, size: ImageSize, geometry: Geometry) -> str:  # noqa: ARG001
+    return f"{processor.boi_token}{processor.image_token}{processor.eoi_token}"
+
+
+def _write_gemma4_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
+    clip = _Clip(size, geometry.frames)
+    frames = [
+        f"{int(second // 60):02d}:{int(second % 60):02d} "
+        f"{processor.boi_token}{_once(processor.video_token, number)}{processor.eoi_token}"
+        for number, second in enumerate(clip.timestamps)
+    ]
+    return " ".join(frames)
+
+
+def _write_gemma4_audio(processor: Any, size: AudioSize, geometry: Geometry) -> str:  # noqa: ARG001
+    return f"{processor.boa_token}{processor.audio_token}{processor.eoa_token}"
+
+
+def _write_internvl_image(processor: Any, size: ImageSize, geometry: Geometry) -> str:  # noqa: ARG001
+    return f"{processor.start_image_token}{processor.image_token}{processor.end_image_token}"
+
+
+def _write_internvl_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
+    frames = [
+        f"Frame{number + 1}: {processor.start_image_token}{_once(processor.image_token, number)}"
+        f"{processor.end_image_token}"
+        for number in range(len(_Clip(size, geometry.frames)))
+    ]
+    return "\n".join(frames)
+
+
+def _write_qwen3_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
+    """Every temporal patch carries the mean time of its first and last frame."""
+    clip, patch = _Clip(size, geometry.frames), geometry.frames.temporal_patch_size
+    frames = []
+    for number, begin in enumerate(range(0, len(clip), patch)):
+        second = (clip.timestamps[begin] + clip.timestamps[begin + patch - 1]) / 2
+        token = _once(processor.video_token, number)
+        frames.append(f"<{second:.1f} seconds>{processor.vision_start_token}{token}{processor.vision_end_token}")
+    return "".join(frames)
+
+
+def _write_glm46v_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
+    """Every second frame's time follows its patch."""
+    clip, patch = _Clip(size, geometry.frames), geometry.frames.temporal_patch_size
+    seconds = _pad_to(clip.timestamps[::2], len(clip) // patch)
+    frames = [
+        f"<|begin_of_image|>{_once(processor.image_token, number)}<|end_of_image|>{second:.1f} seconds"
+        for number, second in enumerate(seconds)
+    ]
+    return "".join(frames)
+
+
+def _pad_to(values: Sequence[float], length: int) -> list[float]:
+    return [*values[:length], *[values[-1]] * (length - len(values))]
+
+
+def _write_kimi_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
+    """Every chunk of frames follows the time of its first one, to the millisecond."""
+    clip, patch = _Clip(size, geometry.frames), geometry.frames.temporal_patch_size
+    chunks = []
+    for number, second in enumerate(clip.timestamps[::patch]):
+        clock = time.strftime("%H:%M:%S", time.gmtime(second)) + f".{int(second % 1 * 1000):03d}"
+        token = _once(processor.video_token, number)
+        chunks.append(f"{clock}<|media_begin|>video<|media_content|>{token}<|media_end|>")
+    return "".join(chunks)
+
+
+def _smolvlm_view(processor: Any, token: str) -> str:
+    return f"{processor.fake_image_token}{processor.global_image_token}{token}{processor.fake_image_token}"
+
+
+def _write_smolvlm_image(processor: Any, size: ImageSize, geometry: Geometry) -> str:
+    rule = geometry.image
+    rows = columns = 0
+    if isinstance(rule, RowCrops):
+        numbers = rule.count_rows_and_columns(np.asarray([size.height]), np.asarray([size.width]))
+        rows, columns = int(numbers[0][0]), int(numbers[1][0])
+    if rows == 0:
+        return _smolvlm_view(processor, processor.image_token)
+    lines = [
+        "".join(f"{processor.fake_image_token}<row_{row + 1}_col_{column + 1}>" for column in range(columns)) + "\n"
+        for row in range(rows)
+    ]
+    return "".join(lines) + "\n" + _smolvlm_view(processor, processor.image_token)
+
+
+def _write_smolvlm_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
+    try:
+        from num2words import num2words  # type: ignore[import-untyped]
+    except ImportError:
+        raise MissingExtraError("num2words", "video", "Counting videos for SmolVLM") from None
+    clip = _Clip(size, geometry.frames)
+    length = timedelta(seconds=int(clip.duration))
+    intro = f"You are provided the following series of {num2words(len(clip))} frames from a {length} [H:MM:SS] video.\n"
+    frames = [
+        f"\nFrame from {int(second // 60):02d}:{int(second % 60):02d}:"
+        + _smolvlm_view(processor, _once(processor.image_token, number))
+        for number, second in enumerate(clip.timestamps)
+    ]
+    return intro + "".join(frames) + "\n\n"
+
+
+def _write_step3p7_image(processor: Any, size: ImageSize, geometry: Geometry) -> str:
+    rule = geometry.image
+    columns = rows = 0
+    if isinstance(rule, WindowCrops):
+        numbers = rule.count_columns_and_rows(np.asarray([size.height]), np.asarray([size.width]))
+        columns, rows = int(numbers[0][0]), int(numbers[1][0])
+    windows = "<patch_newline>".join(["<patch_start><patch_end>" * columns] * rows)
+    return f"{windows}<im_start>{processor.image_token}<im_end>"
+
+
+def _write_nemotron_image(processor: Any, size: ImageSize, geometry: Geometry) -> str:  # noqa: ARG001
+    return f"{processor.image_start_token}{processor.image_token}{processor.image_end_token}"
+
+
+def _write_nemotron_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
+    """Every layer follows the numbers and times of its frames; a frame's duration is cut to whole milliseconds."""
+    clip, patch = _Clip(size, geometry.frames), geometry.frames.temporal_patch_size
+    frame_ms = int(1000.0 / clip.fps)
+    layers = []
+    for layer, begin in enumerate(range(0, len(clip), patch)):
+        labels = [
+            f"{'Frame' if number == begin else 'frame'} {number + 1} sampled at "
+            f"{clip.indices[number] * frame_ms / 1000.0:.2f} seconds"
+            for number in range(begin, min(begin + patch, len(clip)))
+        ]
+        token = _once(processor.image_token, layer)
+        layers.append(f"{' and '.join(labels)}: {processor.image_start_token}{token}{processor.image_end_token}")
+    return "\n".join(layers)
+
+
+def _write_nemotron_audio(processor: Any, size: AudioSize, geometry: Geometry) -> str:  # noqa: ARG001
+    return f"{processor.audio_start_token}{processor.audio_token}{processor.audio_end_token}"
+
+
+# Families that are missing write nothing around that medium: its one token stays as the template wrote it.
+IMAGE_TEXTS: Final[dict[str, Callable[[Any, ImageSize, Geometry], str]]] = {
+    "gemma3": _write_gemma3_image,
+    "gemma4": _write_gemma4_image,
+    "gemma4_unified": _write_gemma4_image,
+    "internvl": _write_internvl_image,
+    "nemotron_h_omni": _write_nemotron_image,
+    "smolvlm": _write_smolvlm_image,
+    "step3p7": _write_step3p7_image,
+}
+VIDEO_TEXTS: Final[dict[str, Callable[[Any, VideoSize, Geometry], str]]] = {
+    "gemma4": _write_gemma4_video,
+    "gemma4_unified": _write_gemma4_video,
+    "glm46v": _write_glm46v_video,
+    "internvl": _write_internvl_video,
+    "kimi_k25": _write_kimi_video,
+    "nemotron_h_omni": _write_nemotron_video,
+    "qwen3_vl": _write_qwen3_video,
+    "smolvlm": _write_smolvlm_video,
+}
+AUDIO_TEXTS: Final[dict[str, Callable[[Any, AudioSize, Geometry], str]]] = {
+    "gemma4": _write_gemma4_audio,
+    "gemma4_unified": _write_gemma4_audio,
+    "nemotron_h_omni": _write_nemotron_audio,
+}

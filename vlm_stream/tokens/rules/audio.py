@@ -1,0 +1,142 @@
+"""Sound to tokens: samples at the extractor's rate to feature frames to tokens.
+
+A processor pads the clips of a sample to the longest of them, and one family's count depends on that: rules get the
+longest clip's samples beside each clip's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vlm_stream.tokens.rules.base import MediaCounts
+
+if TYPE_CHECKING:
+    from vlm_stream.tokens.rules.base import Ints
+
+__all__ = ["ChunkedAudio", "ConvolvedMel", "FilterBank", "SubsampledMel", "WindowedMel", "resample_length"]
+
+
+def resample_length(samples: Ints, rates: Ints, target_rate: int) -> Ints:
+    """Return how many samples a clip has at another rate, rounded up as resamplers do."""
+    rates = np.maximum(rates, 1)
+    return np.where(rates == target_rate, samples, -(-samples * target_rate // rates))
+
+
+def _halve(values: Ints, times: int) -> Ints:
+    """Halve, rounding up, as a convolution of stride 2 does."""
+    for _ in range(times):
+        values = -(-values // 2)
+    return values
+
+
+def _count(tokens: Ints, frames: Ints) -> MediaCounts:
+    tokens, frames = np.maximum(tokens, 0), np.maximum(frames, 0)
+    return MediaCounts(tokens, frames, frames.astype(np.float64) ** 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowedMel:
+    """Qwen3-Omni: mel frames, then three halvings inside windows."""
+
+    sampling_rate: int = 16000
+    """What sound is resampled to."""
+    hop_length: int = 160
+    """Samples from one frame to the next."""
+    window_frames: int = 100
+    """Frames that are halved together."""
+
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:
+        """Count clips."""
+        frames = np.minimum(-(-samples // self.hop_length), longest // self.hop_length)
+        rest = frames % self.window_frames
+        per_window = 13  # the processor's own number for a whole window, whatever its length
+        tokens = np.where(rest > 0, _halve(rest, 3), 0) + frames // self.window_frames * per_window
+        return _count(tokens, frames)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilterBank:
+    """Phi-4-multimodal: overlapping frames, compressed twice."""
+
+    sampling_rate: int = 16000
+    """What sound is resampled to."""
+    hop_length: int = 160
+    """Samples from one frame to the next."""
+    frame_length: int = 400
+    """Samples of a frame."""
+    feature_stride: int = 1
+    """Features of a frame."""
+    compression: int = 8
+    """Features that become one."""
+    downsampling: int = 1
+    """Compressed features that become one token."""
+
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
+        """Count clips."""
+        frames = ((samples - self.frame_length) // self.hop_length + 1) * self.feature_stride
+        compressed = -(-frames // self.compression)
+        return _count(-(-compressed // self.downsampling), frames)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolvedMel:
+    """Gemma-4: mel frames whose window holds only sound, halved twice; long clips are cut."""
+
+    sampling_rate: int = 16000
+    """What sound is resampled to."""
+    hop_length: int = 160
+    """Samples from one frame to the next."""
+    frame_length: int = 320
+    """Samples of a frame."""
+    max_samples: int = 480000
+    """Longer clips are cut."""
+
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
+        """Count clips."""
+        heard = np.minimum(samples, self.max_samples)
+        # Half a frame of silence stands before the sound; a frame counts when its last sample is sound.
+        frames = (heard - 1 - (self.frame_length - self.frame_length // 2)) // self.hop_length + 1
+        return _count(_halve(np.maximum(frames, 0), 2), frames)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedAudio:
+    """The unified Gemma-4: raw samples in chunks."""
+
+    sampling_rate: int = 16000
+    """What sound is resampled to."""
+    samples_per_token: int = 640
+    """Samples in a chunk."""
+
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
+        """Count clips."""
+        tokens = -(-samples // self.samples_per_token)
+        return _count(tokens, tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubsampledMel:
+    """Nemotron-H-Omni: centred mel frames, then convolutions of stride 2."""
+
+    sampling_rate: int = 16000
+    """What sound is resampled to."""
+    hop_length: int = 160
+    """Samples from one frame to the next."""
+    num_convolutions: int = 3
+    """How often the frames are subsampled."""
+    kernel_size: int = 3
+    """Frames under a convolution."""
+    stride: int = 2
+    """Frames from one step of a convolution to the next."""
+
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
+        """Count clips."""
+        frames = 1 + samples // self.hop_length
+        tokens = frames
+        surplus = (self.kernel_size - 1) // 2 * 2 - self.kernel_size
+        for _ in range(self.num_convolutions):
+            tokens = (tokens + surplus) // self.stride + 1
+        return _count(np.maximum(tokens, 1), frames)

@@ -1,0 +1,155 @@
+"""The sizes of one sample's media, and whether a processor would refuse them: enters what headers say, leaves an error.
+
+Converters call `check_media_sizes` so that a sample that no processor of the family can read is rejected once, with its
+reason in the ledger, and not in every epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlm_stream.errors import BadSampleError
+from vlm_stream.tokens.columns import MediaColumns
+from vlm_stream.tokens.resize import MAX_ASPECT_RATIO
+from vlm_stream.tokens.rules.base import name_aspect_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vlm_stream.tokens.geometry import Geometry
+
+__all__ = ["AudioSize", "ImageSize", "MediaSizes", "VideoSize", "check_media_sizes", "make_columns"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSize:
+    """An image's header."""
+
+    height: int
+    """Pixels, as decoding gives them."""
+    width: int
+    """Pixels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoSize:
+    """A clip's header."""
+
+    frames: int
+    """Frames in the file."""
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+    fps: float = 0.0
+    """Frames per second; 0 if the file does not say."""
+    seconds: float = 0.0
+    """Duration; 0 if the file does not say."""
+    picked: tuple[int, ...] = ()
+    """Frames that the sample names itself; empty: the rule samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioSize:
+    """A sound's header."""
+
+    samples: int
+    """Samples of one channel."""
+    rate: int
+    """Samples per second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaSizes:
+    """All media of one sample, each kind in the order in which the conversation shows it."""
+
+    images: tuple[ImageSize, ...] = ()
+    """Images."""
+    videos: tuple[VideoSize, ...] = ()
+    """Videos."""
+    audios: tuple[AudioSize, ...] = ()
+    """Sounds."""
+
+
+def check_media_sizes(sizes: MediaSizes, geometry: Geometry) -> None:
+    """Raise if the processor would refuse one of a sample's media.
+
+    Without a known processor the common limits hold: no empty media, no sides further apart than 200 to 1.
+
+    Args:
+        sizes: The sample's media.
+        geometry: Of the processor that will read them.
+
+    Raises:
+        BadSampleError: At the stage "convert", with the reason "empty_medium", "extreme_shape" or
+            "unsupported_medium".
+    """
+    kinds: tuple[tuple[str, tuple[ImageSize | VideoSize, ...], Any], ...] = (
+        ("image", sizes.images, geometry.image),
+        ("video", sizes.videos, geometry.video),
+    )
+    for kind, media, rule in kinds:
+        for number, medium in enumerate(media):
+            name = f"The {kind} number {number + 1}"
+            if min(medium.height, medium.width) < 1:
+                raise BadSampleError(
+                    "convert", "empty_medium", f"{name} has {medium.height}x{medium.width} pixels and cannot be used."
+                )
+            if rule is None:
+                _refuse_kind(name, geometry)
+            elif problem := _find_problem(medium.height, medium.width, geometry, rule):
+                raise BadSampleError(
+                    "convert",
+                    "extreme_shape",
+                    f"{name} cannot be used: {problem}, which the {geometry.family} processor refuses. "
+                    "Crop or pad it before conversion.",
+                )
+    for number, sound in enumerate(sizes.audios):
+        name = f"The audio number {number + 1}"
+        if sound.samples < 1 or sound.rate < 1:
+            detail = f"{name} has {sound.samples} samples at {sound.rate} Hz and cannot be used."
+            raise BadSampleError("convert", "empty_medium", detail)
+        if geometry.audio is None:
+            _refuse_kind(name, geometry)
+
+
+def _find_problem(height: int, width: int, geometry: Geometry, rule: Any) -> str | None:
+    if geometry.family == "unknown":
+        return name_aspect_problem(height, width, MAX_ASPECT_RATIO)
+    problem: str | None = rule.find_problem(height, width)
+    return problem
+
+
+def _refuse_kind(name: str, geometry: Geometry) -> None:
+    raise BadSampleError(
+        "convert",
+        "unsupported_medium",
+        f"{name} cannot be used: the {geometry.family} processor reads no such medium. "
+        "Convert for another processor, or leave such samples out.",
+    )
+
+
+def make_columns(sizes: Sequence[MediaSizes], text_tokens: Sequence[int]) -> MediaColumns:
+    """Return the columns that an index of these samples would have (for few samples; an index has its own reader)."""
+
+    def splits(numbers: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return np.concatenate([[0], np.cumsum(numbers)]).astype(np.int64)
+
+    images = [(image.height, image.width) for sample in sizes for image in sample.images]
+    videos = [video for sample in sizes for video in sample.videos]
+    audios = [(audio.samples, audio.rate) for sample in sizes for audio in sample.audios]
+    return MediaColumns(
+        text_tokens=np.asarray(text_tokens, np.int64),
+        image_splits=splits([len(sample.images) for sample in sizes]),
+        image_sizes=np.asarray(images, np.int64).reshape(-1, 2),
+        video_splits=splits([len(sample.videos) for sample in sizes]),
+        video_sizes=np.asarray([(v.frames, v.height, v.width) for v in videos], np.int64).reshape(-1, 3),
+        video_fps=np.asarray([video.fps for video in videos], np.float64),
+        video_seconds=np.asarray([video.seconds for video in videos], np.float64),
+        video_picked=np.asarray([len(video.picked) for video in videos], np.int64),
+        audio_splits=splits([len(sample.audios) for sample in sizes]),
+        audio_sizes=np.asarray(audios, np.int64).reshape(-1, 2),
+    )
