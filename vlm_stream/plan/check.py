@@ -59,7 +59,11 @@ def start_from(
     for name in allow:
         if name not in OVERRIDES:
             raise ConfigError(f"allow={name!r} is no override: {nearest_name(name, OVERRIDES)}")
-    anew = [_check_plan(saved, config, allow), _check_geometry(saved, config, allow), _check_sources(saved, streams, allow)]
+    anew = [
+        _check_plan(saved, config, allow),
+        _check_geometry(saved, config, allow),
+        _check_sources(saved, streams, allow),
+    ]
     cursor = Cursor(
         window=saved.window,
         draw=saved.draw,
@@ -76,13 +80,14 @@ def start_from(
             )
         eras = (Era(first_window=saved.window, terms=terms),)
         nothing = np.zeros(0, dtype=bool)
-        return Start(
-            cursor=cursor, done=nothing, partial=None, progress=saved.progress, eras=eras, window_digest=None
-        )
+        return Start(cursor=cursor, done=nothing, partial=None, progress=saved.progress, eras=eras, window_digest=None)
     eras = saved.eras
     if not eras or eras[-1].terms != terms:
         # What was planned stays as it was; the new terms begin behind it.
-        eras = (*[era for era in eras if era.first_window < saved.planned], Era(first_window=saved.planned, terms=terms))
+        eras = (
+            *[era for era in eras if era.first_window < saved.planned],
+            Era(first_window=saved.planned, terms=terms),
+        )
     return Start(
         cursor=cursor,
         done=saved.done,

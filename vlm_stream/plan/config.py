@@ -44,6 +44,13 @@ class PlanConfig:
         if self.epochs is not None and self.epochs < 1:
             raise ConfigError(f"epochs={self.epochs} delivers nothing. Give 1 or more, or None to stream on.")
 
+    @property
+    def rows(self) -> str:
+        """Return how units may share a micro-batch: `free`, `sorted` or in the order of the `stream`."""
+        if isinstance(self.mode, PlainConfig):
+            return "stream"
+        return "sorted" if isinstance(self.mode, GroupConfig) and self.mode.token_budget is None else "free"
+
     def stream_fields(self) -> dict[str, Any]:
         """Return what the unit stream depends on, besides the data, the mixture and the geometry, as flat JSON."""
         fields: dict[str, Any] = {

@@ -53,12 +53,13 @@ def _notes(samples: Samples, which: npt.NDArray[np.bool_], reason: str) -> list[
     ]
 
 
-def _refusal(
-    samples: Samples, which: npt.NDArray[np.bool_], max_tokens: int | None, max_vision: int | None
-) -> str:
+def _refusal(samples: Samples, which: npt.NDArray[np.bool_], max_tokens: int | None, max_vision: int | None) -> str:
     row = int(np.flatnonzero(which)[0])
     source, shard, line = samples.refs[row].tolist()
-    limits = [f"{max_tokens} tokens" if max_tokens is not None else "", f"{max_vision} vision tokens" if max_vision else ""]
+    limits = [
+        f"{max_tokens} tokens" if max_tokens is not None else "",
+        f"{max_vision} vision tokens" if max_vision else "",
+    ]
     return (
         f"Sample {line} of shard {shard} of source {source} has {samples.tokens[row]} tokens "
         f"({samples.vision[row]} of vision), above the limit of {' and '.join(filter(None, limits))}; it fits no unit. "

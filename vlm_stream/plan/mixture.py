@@ -70,7 +70,9 @@ def shares_of(sources: Sequence[SourceSpec], weigh_by: str) -> tuple[float, ...]
         raw.append(spec.weight * factor[weigh_by])
     total = sum(raw)
     if not total > 0:
-        raise ConfigError("All weights of the mixture are 0, so nothing can be drawn. Give one source a weight above 0.")
+        raise ConfigError(
+            "All weights of the mixture are 0, so nothing can be drawn. Give one source a weight above 0."
+        )
     return tuple(r / total for r in raw)
 
 
@@ -108,9 +110,7 @@ def draw(first: int, count: int, shares: Sequence[float], left: Sequence[int | N
     return Draws(sources=sources[:taken], next_draw=first + taken, ended=end <= count)
 
 
-def _draw_each(
-    first: int, count: int, shares: Sequence[float], todo: list[int], has_goal: Sequence[bool]
-) -> Draws:
+def _draw_each(first: int, count: int, shares: Sequence[float], todo: list[int], has_goal: Sequence[bool]) -> Draws:
     parts = []
     while count > 0:
         open_shares = [s if not goal or n > 0 else 0.0 for s, goal, n in zip(shares, has_goal, todo, strict=True)]

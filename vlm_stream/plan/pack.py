@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
 
-__all__ = ["PackConfig", "best_fit_decreasing"]
+__all__ = ["PackConfig", "argsort_small", "best_fit_decreasing", "check_long"]
 
 _MAX_TRIES = 64  # packs looked at for one sample when a vision cap is set
 _LONG = ("drop", "raise", "truncate")
@@ -86,13 +86,18 @@ def best_fit_decreasing(lengths: Ints, capacity: int, vision: Ints | None = None
     >>> best_fit_decreasing(np.array([3, 8, 2, 5]), 8).tolist()
     [1, 0, 2, 1]
     """
-    order = np.argsort(-lengths, kind="stable")
+    order = argsort_small(capacity - lengths, capacity)
     packs = np.empty(len(lengths), dtype=np.int64)
     if vision is None:
         packs[order] = _pack_sorted(lengths[order].tolist(), capacity)
     else:
         packs[order] = _pack_sorted_capped(lengths[order].tolist(), capacity, vision[order].tolist(), vision_size)
     return packs
+
+
+def argsort_small(values: Ints, most: int) -> Ints:
+    """Sort whole numbers from 0 to `most`, stably; numpy sorts 16-bit numbers by radix, ten times as fast."""
+    return np.argsort(values.astype(np.uint16 if most < 1 << 16 else np.int64), kind="stable")
 
 
 def _pack_sorted(lengths: list[int], capacity: int) -> list[int]:

@@ -6,6 +6,7 @@ holds no position itself, so one planner serves any number of iterations. No fil
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,11 +22,16 @@ from vlm_stream.plan.steps import Block, Partial, Progress, Step, next_block, st
 from vlm_stream.plan.window import Cursor, Terms, Window, epoch_at, plan_window
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
+    import numpy.typing as npt
+
+    from vlm_stream.plan.balance import BalanceConfig
     from vlm_stream.plan.config import PlanConfig
     from vlm_stream.plan.queue import Place
     from vlm_stream.plan.values import ColumnReader, SourceSpec, StepShape
+
+    Flags = npt.NDArray[np.bool_]
 
 __all__ = ["Planner"]
 
@@ -44,7 +50,7 @@ class Planner:
         """Check the sources; nothing is read yet. `allow` names differences that a state may have: see `check.py`."""
         self.config = config
         self.sources = tuple(sources)
-        self._read = read_columns
+        self.read_columns = read_columns
         self._allow = tuple(allow)
         self.streams = tuple(
             SourceStream(number, spec, read_columns, config) for number, spec in enumerate(self.sources)
@@ -64,25 +70,22 @@ class Planner:
 
     def steps(self, shape: StepShape, state: dict[str, Any] | None = None) -> Iterator[Step]:
         """Yield steps from the start or from a state; without end when `epochs` is None or the mixture never stops."""
-        run = _Run(self, shape, self.start(state))
-        yield from run.steps()
+        return _Run(self, shape, self.start(state)).steps()
 
-    def blocks(self, shape: StepShape, state: dict[str, Any] | None = None) -> Iterator[tuple[int, Block]]:
-        """Yield undealt blocks with the number of their first step: the quick way to look far ahead.
+    def search(
+        self, shape: StepShape, state: dict[str, Any] | None, wanted: Callable[[int, Block], bool]
+    ) -> Iterator[Step]:
+        """Yield the steps of wanted blocks and deal no others: the quick way to look far ahead.
 
-        From a state inside a step, the rest of that step is dealt first and yields no block.
+        `wanted` sees the number of a block's first step, and the block. What was skipped is not in the digest, so the
+        steps found have no state. The rest of a step that a state stands in is always yielded.
         """
-        run = _Run(self, shape, self.start(state))
-        for _ in run.finish_partial():
-            pass
-        while (block := run.next_block()) is not None:
-            yield run.progress.steps, block
-            run.skip(block)
+        return _Run(self, shape, self.start(state)).steps(wanted)
 
     def start(self, state: dict[str, Any] | None = None) -> Start:
         """Return where the stream starts or goes on; refuse a state that does not belong here."""
         if state is not None:
-            return start_from(read_state(state), self.streams, self._read, self.config, self.terms, self._allow)
+            return start_from(read_state(state), self.streams, self.read_columns, self.config, self.terms, self._allow)
         zero = Cursor(window=0, draw=0, units=0, positions=(0,) * len(self.streams), carry=Samples.empty())
         return Start(
             cursor=zero,
@@ -92,6 +95,10 @@ class Planner:
             eras=(Era(first_window=0, terms=self.terms),),
             window_digest=None,
         )
+
+    def with_balance(self, balance: BalanceConfig) -> Planner:
+        """Return this planner with another deal."""
+        return Planner(self.sources, self.read_columns, replace(self.config, balance=balance), allow=self._allow)
 
     def window_at(self, cursor: Cursor, eras: Sequence[Era] | None = None) -> Window | None:
         """Plan the window at a cursor, under the terms of its era."""
@@ -111,54 +118,62 @@ class _Run:
         self.shape = shape
         self.start = start
         self.progress = start.progress
-        self.queue = self._open(start.done)
+        self.skipped = False
+        self.queue = self._open(start.done, planner)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self, wanted: Callable[[int, Block], bool] | None = None) -> Iterator[Step]:
+        config = self.planner.config
         yield from self.finish_partial()
-        while (block := self.next_block()) is not None:
-            yield from self._deal(block)
-
-    def next_block(self) -> Block | None:
-        return next_block(self.queue, self.shape, self.planner.config.balance)
+        while (block := next_block(self.queue, self.shape, config.balance, config.rows)) is not None:
+            if wanted is None or wanted(self.progress.steps, block):
+                yield from self.deal(block)
+            else:
+                self.skip(block)
 
     def skip(self, block: Block) -> None:
         """Count a block's steps without dealing them."""
         num_steps = -(-len(block.table) // self.shape.units_per_step)
-        self.progress = Progress(steps=self.progress.steps + num_steps)
+        self.progress = replace(self.progress, steps=self.progress.steps + num_steps)
+        self.skipped = True
 
     def finish_partial(self) -> Iterator[Step]:
         """Go on inside an interrupted block; with another shape, put back what it had not delivered."""
         partial = self.start.partial
         if partial is None:
             return
-        block = next_block(self.queue, partial.shape, partial.balance)
+        same = (partial.shape, partial.balance) == (self.shape, self.planner.config.balance)
+        # Another balance may count other costs: the old deal needs windows planned with the old ones.
+        queue = self.queue if same else self._open(self.start.done, self.planner.with_balance(partial.balance))
+        block = next_block(queue, partial.shape, partial.balance, self.planner.config.rows)
         if block is None:
             raise StateError(
                 "The state stands inside a step, but the stream has no units left there. The index or the plan has "
                 "changed under it: use the data and the release that wrote the state, or start without it."
             )
-        if (partial.shape, partial.balance) == (self.shape, self.planner.config.balance):
-            yield from self._deal(block, (partial.steps_done, partial.micro_done))
+        if same:
+            yield from self.deal(block, (partial.steps_done, partial.micro_done))
             return
-        grid = block.deal()
-        delivered = np.concatenate(
-            [grid[: partial.steps_done].ravel(), grid[partial.steps_done, : partial.micro_done].ravel()]
-            if partial.micro_done
-            else [grid[: partial.steps_done].ravel()]
-        )
-        self.queue = self._open(_with_delivered(self.start.done, block, delivered[delivered >= 0]))
+        grid = block.deal().reshape(-1, partial.shape.world_size * partial.shape.batch_size)  # [steps * micro, units]
+        delivered = grid[: partial.steps_done * partial.shape.micro_batches + partial.micro_done].ravel()
+        self.queue = self._open(_with_delivered(self.start.done, block, delivered[delivered >= 0]), self.planner)
 
-    def _deal(self, block: Block, done: tuple[int, int] = (0, 0)) -> Iterator[Step]:
+    def deal(self, block: Block, done: tuple[int, int] = (0, 0)) -> Iterator[Step]:
         first = block.table.windows[0].start
         epoch = epoch_at(first.positions, self.planner.streams, _terms_at(self.start.eras, first.window))
         steps, self.progress = steps_of(block, self.progress, self._encode, epoch, done)
         yield from steps
 
     def _encode(self, place: Place, progress: Progress, partial: Partial | None) -> dict[str, Any]:
+        if self.skipped:
+            raise StateError(
+                "Steps found by a search have no state: the digest of what was delivered before them is not known. "
+                "Walk to the step with steps() instead."
+            )
         return self.planner.encode(place, progress, partial, self.start.eras)
 
-    def _open(self, done: Any) -> UnitQueue:
-        queue = UnitQueue(self.start.cursor, lambda cursor: self.planner.window_at(cursor, self.start.eras))
+    def _open(self, done: Flags, planner: Planner) -> UnitQueue:
+        """Open the stream behind what was delivered, once it has proved to be the stream that the state knows."""
+        queue = UnitQueue(self.start.cursor, lambda cursor: planner.window_at(cursor, self.start.eras))
         expected = self.start.window_digest
         if expected is not None:
             window = queue.peek()
@@ -172,7 +187,7 @@ class _Run:
         return queue
 
 
-def _with_delivered(done: Any, block: Block, delivered: Any) -> Any:
+def _with_delivered(done: Flags, block: Block, delivered: npt.NDArray[np.int64]) -> Flags:
     """Mark units of an interrupted block as delivered, counted from the start of the first window."""
     sizes = {w.start.window: w.num_units for w in (*block.before.windows, *block.table.windows)}
     first = block.before.cursor.window
@@ -196,13 +211,14 @@ def _check_sources(streams: Sequence[SourceStream]) -> None:
     if not names:
         raise ConfigError("The plan has no sources, so there is nothing to deliver. Give at least one.")
     for stream in streams:
-        if names.count(stream.spec.name) > 1:
+        spec = stream.spec
+        if names.count(spec.name) > 1:
             raise ConfigError(
-                f"Two sources are named '{stream.spec.name}'; positions are kept by name, so one would take the "
-                f"other's. Give each source its own name."
+                f"Two sources are named '{spec.name}'; positions are kept by name, so one would take the other's. "
+                f"Give each source its own name."
             )
-        if stream.spec.weight > 0 and stream.epoch_length < 1:
+        if stream.epoch_length < 1 and spec.weight > 0:
             raise ConfigError(
-                f"Source '{stream.spec.name}' delivers no sample: {stream.spec.num_samples} samples at a sample_ratio "
-                f"of {stream.spec.sample_ratio}. Raise the ratio, set its weight to 0, or leave the source out."
+                f"Source '{spec.name}' delivers no sample: {spec.num_samples} samples at a sample_ratio of "
+                f"{spec.sample_ratio}. Raise the ratio, set its weight to 0, or leave the source out."
             )

@@ -6,11 +6,14 @@ unit stream the next unit is found, including units behind it that were delivere
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
     from vlm_stream.plan.window import Cursor, Window
 
     Ints = npt.NDArray[np.int64]
+
+logger = logging.getLogger(__name__)
+
+_MAX_EMPTY = 1000  # windows without a unit, in a row
 
 __all__ = ["Place", "UnitQueue", "UnitTable"]
 
@@ -77,6 +84,7 @@ class UnitQueue:
         self._plan = plan
         self._next = cursor
         self._ended = False
+        self._num_empty = 0
         self._windows: deque[tuple[Window, Ints]] = deque()
 
     def place(self) -> Place:
@@ -103,8 +111,7 @@ class UnitQueue:
             keep = np.ones(len(left), dtype=bool)
             keep[: len(flags)] = ~flags
             kept.append((window, left[keep]))
-        while kept:
-            self._windows.appendleft(kept.pop())
+        self._windows.extendleft(reversed(kept))
         self._drop_finished()
 
     def take(self, count: int) -> UnitTable | None:
@@ -118,11 +125,14 @@ class UnitQueue:
             parts.append((window, left[:count]))
             self._windows.appendleft((window, left[count:]))
             count -= len(parts[-1][1])
-            if window.closes and not len(self._windows[0][1]) and sum(len(units) for _, units in parts):
+            if window.closes and not len(self._windows[0][1]) and any(len(units) for _, units in parts):
                 break
         self._drop_finished()
-        parts = [(window, units) for window, units in parts if len(units) or window.dropped]
-        return _table(parts) if any(len(units) for _, units in parts) else None
+        if not any(len(units) for _, units in parts):
+            for note in (note for window, _ in parts for note in window.dropped):
+                logger.warning("%s is left out at the end of the stream: %s (%d tokens)", note.ref, note.reason, note.tokens)
+            return None
+        return _table([(window, units) for window, units in parts if len(units) or window.dropped])
 
     def _pull(self) -> bool:
         window = None if self._ended else self._plan(self._next)
@@ -130,6 +140,12 @@ class UnitQueue:
             self._ended = True
             return False
         self._next = window.after
+        self._num_empty = 0 if window.num_units else self._num_empty + 1
+        if self._num_empty > _MAX_EMPTY:
+            raise ConfigError(
+                f"{self._num_empty} windows in a row hold no sample that fits ({len(window.dropped)} dropped in the last "
+                f"one); the stream would search for ever. Raise pack_size, vision_size or max_tokens."
+            )
         self._windows.append((window, np.arange(window.num_units, dtype=np.int64)))
         return True
 

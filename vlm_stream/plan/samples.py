@@ -7,7 +7,7 @@ kept, two groups at most (a window may straddle their border); a shard is read w
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -63,7 +63,11 @@ class Samples:
         """Return samples that are still to be filled in; none by default."""
         zeros = np.zeros(count, dtype=np.int64)
         return Samples(
-            refs=np.zeros((count, 3), dtype=np.int64), tokens=zeros, vision=zeros.copy(), vit=zeros.copy(), age=zeros.copy()
+            refs=np.zeros((count, 3), dtype=np.int64),
+            tokens=zeros,
+            vision=zeros.copy(),
+            vit=zeros.copy(),
+            age=zeros.copy(),
         )
 
 
@@ -82,6 +86,22 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
     )
 
 
+class _ShardColumns(NamedTuple):
+    """What is kept of one shard: 16 bytes a sample."""
+
+    tokens: npt.NDArray[np.int32]
+    vision: npt.NDArray[np.int32]
+    vit: Ints
+
+
+def _shrink(columns: SampleColumns, costs: CostConfig) -> _ShardColumns:
+    return _ShardColumns(
+        columns.tokens.astype(np.int32),
+        columns.vision_tokens.astype(np.int32),
+        vit_cost(columns.vision_patches, columns.vision_squares, costs),
+    )
+
+
 class _LiveGroup:
     """One group of shards: its permutation, and the columns of those of its shards that were touched."""
 
@@ -96,11 +116,9 @@ class _LiveGroup:
         self.vision = np.empty(total, dtype=np.int32)
         self.vit = np.empty(total, dtype=np.int64)
 
-    def put(self, slot: int, columns: SampleColumns, costs: CostConfig) -> None:
+    def put(self, slot: int, columns: _ShardColumns) -> None:
         begin, end = self.begins[slot], self.begins[slot + 1]
-        self.tokens[begin:end] = columns.tokens
-        self.vision[begin:end] = columns.vision_tokens
-        self.vit[begin:end] = vit_cost(columns.vision_patches, columns.vision_squares, costs)
+        self.tokens[begin:end], self.vision[begin:end], self.vit[begin:end] = columns
         self.read[slot] = True
 
 
@@ -121,6 +139,8 @@ class SourceStream:
         self._costs = config.balance.costs
         self._layouts: dict[int, EpochLayout] = {}
         self._groups: dict[tuple[int, int], _LiveGroup] = {}
+        # A source of one group meets the same shards in every epoch; a small one meets many epochs in one window.
+        self._kept: dict[int, _ShardColumns] | None = {} if len(spec.samples_per_shard) <= config.order.group_shards else None
 
     def take(self, position: int, count: int) -> Samples:
         """Return the samples at `count` positions from `position` on, whatever epochs and groups they lie in."""
@@ -158,10 +178,16 @@ class SourceStream:
         missing = np.flatnonzero(touched & ~group.read)
         if not len(missing):
             return
-        _announce(self._read, [(self.number, shard) for shard in group.shards[missing].tolist()])
-        for slot in missing.tolist():
-            shard = int(group.shards[slot])
-            group.put(slot, read_shard(self._read, self.number, self.spec, shard), self._costs)
+        kept = self._kept if self._kept is not None else {}
+        unread = [shard for shard in group.shards[missing].tolist() if shard not in kept]
+        _announce(self._read, [(self.number, shard) for shard in unread])
+        for slot, shard in zip(missing.tolist(), group.shards[missing].tolist(), strict=True):
+            columns = kept.get(shard)
+            if columns is None:
+                columns = _shrink(read_shard(self._read, self.number, self.spec, shard), self._costs)
+            if self._kept is not None:
+                self._kept[shard] = columns
+            group.put(slot, columns)
 
     def _layout(self, epoch: int) -> EpochLayout:
         if epoch not in self._layouts:
@@ -188,7 +214,7 @@ class SourceStream:
         return self._groups[epoch, number]
 
 
-def _forget_all_but_newest(cache: dict) -> None:  # type: ignore[type-arg]
+def _forget_all_but_newest(cache: dict[Any, Any]) -> None:
     for old in list(cache)[:-1]:
         del cache[old]
 

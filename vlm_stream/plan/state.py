@@ -90,16 +90,20 @@ def write_state(
         "draw": cursor.draw,
         "units": cursor.units,
         "sources": [
-            {"name": name, "digest": digest, "epoch": position // length, "position": position % length, "length": length}
+            {
+                "name": name,
+                "digest": digest,
+                "epoch": position // length,
+                "position": position % length,
+                "length": length,
+            }
             for (name, digest, length), position in zip(fingerprints["sources"], cursor.positions, strict=True)
         ],
         "carry": pack_carry(cursor.carry),
         "units_done": prefix,
         "window_digest": window_digest(place.windows[0]) if planned_first else None,
         "planned": place.planned,
-        "eras": [
-            {"window": era.first_window, **asdict(era.terms)} for era in _live_eras(eras, cursor.window)
-        ],
+        "eras": [{"window": era.first_window, **asdict(era.terms)} for era in _live_eras(eras, cursor.window)],
         "plan": fingerprints["plan"],
         "geometry": fingerprints["geometry"],
     }

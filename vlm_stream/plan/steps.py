@@ -69,15 +69,17 @@ class Block:
     table: UnitTable
     shape: StepShape
     balance: BalanceConfig
+    rows: str
+    """How rows share a micro-batch: see `deal.py`."""
     before: Place
     after: Place
 
     def deal(self) -> npt.NDArray[np.int64]:
         """Return [steps, micro, rank, row] of numbers in the table, -1 for fillers."""
-        return deal(self.table, self.shape, self.balance)
+        return deal(self.table, self.shape, self.balance, self.rows)
 
 
-def next_block(queue: UnitQueue, shape: StepShape, balance: BalanceConfig) -> Block | None:
+def next_block(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows: str) -> Block | None:
     """Take the units of the next block; None at the end of the stream."""
     before = queue.place()
     table = queue.take(shape.units_per_step * balance.horizon)
@@ -89,7 +91,7 @@ def next_block(queue: UnitQueue, shape: StepShape, balance: BalanceConfig) -> Bl
     first = table.windows[0]
     if not before.windows and first.start.window == before.cursor.window:
         before = replace(before, windows=(first,), left=(np.arange(first.num_units),))
-    return Block(table=table, shape=shape, balance=balance, before=before, after=after)
+    return Block(table=table, shape=shape, balance=balance, rows=rows, before=before, after=after)
 
 
 def unit_at(table: UnitTable, number: int, unit_per_cost: float) -> Unit:

@@ -13,7 +13,7 @@ import numpy as np
 
 from vlm_stream.plan.fit import fit_samples
 from vlm_stream.plan.group import GroupConfig, PlainConfig, budget_groups, permute_blocks
-from vlm_stream.plan.pack import PackConfig, best_fit_decreasing
+from vlm_stream.plan.pack import PackConfig, argsort_small, best_fit_decreasing
 from vlm_stream.plan.randomness import Key, permutation
 from vlm_stream.plan.samples import Samples
 
@@ -77,15 +77,15 @@ def _packs(samples: Samples, mode: PackConfig, key: Key, *, last: bool) -> Cut:
     packs = best_fit_decreasing(lengths, mode.capacity, samples.vision if capped else None, mode.vision_size or 0)
     num_packs = int(packs.max()) + 1
     given_back = np.zeros(num_packs, dtype=bool) if last else _given_back(packs, lengths, samples.age, mode)
-    place = np.full(num_packs, -1, dtype=np.int64)  # pack -> place in the stream
+    place = np.empty(num_packs, dtype=np.int64)  # pack -> place in the stream; those given back stand behind it
     kept = np.flatnonzero(~given_back)
     place[kept[permutation(key, len(kept))]] = np.arange(len(kept))
+    place[given_back] = len(kept)
     where = place[packs]  # [n]
-    out = np.flatnonzero(where >= 0)
-    # Longest first inside a pack, as they were put in.
-    members = out[np.lexsort((-samples.tokens[out], where[out]))]
-    splits = np.concatenate([[0], np.cumsum(np.bincount(where[out], minlength=len(kept)))])
-    carry = _older(samples.pick(np.flatnonzero(where < 0)))
+    members = argsort_small(where, len(kept))
+    splits = np.concatenate([[0], np.cumsum(np.bincount(where, minlength=len(kept))[: len(kept)])])
+    carry = _older(samples.pick(members[splits[-1] :]))
+    members = members[: splits[-1]]
     return Cut(samples=samples.pick(members), splits=splits, carry=carry, dropped=dropped)
 
 
