@@ -12,7 +12,7 @@ import torch
 from vlm_stream.testing import build_processor, build_tiny_model, make_toy_image
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 SMALL = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
 
@@ -100,3 +100,12 @@ def model() -> Callable[[str, str], Any]:
 @pytest.fixture(scope="session")
 def processor() -> Callable[[str], Any]:
     return processor_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models are fastest on one thread, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
