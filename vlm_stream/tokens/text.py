@@ -88,7 +88,7 @@ class TextCounter:
         return counts
 
     def _count_ids(self, texts: list[str], adds_special: bool) -> list[int]:
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if hasattr(backend, "encode_batch_fast") and backend.truncation is None and backend.padding is None:
             # A third of the time goes into offsets and lists that nobody asks for here.
             return [len(ids) for ids in backend.encode_batch_fast(texts, add_special_tokens=adds_special)]

@@ -58,7 +58,7 @@ class AnyresImage:
         features, line_ends = self._count_unpadded(h, w, rows, columns)
         tokens[is_alone], tiles[is_alone] = features + line_ends + self.tokens_per_tile, rows * columns + 1
         patches = tiles * self.tokens_per_tile  # the tower gives one token for each patch
-        return MediaCounts(tokens - self.dropped_tokens, patches, patches * float(self.tokens_per_tile))
+        return MediaCounts(tokens - self.dropped_tokens, patches, patches.astype(np.float64) * self.tokens_per_tile)
 
     def _count_unpadded(self, heights: Ints, widths: Ints, rows: Ints, columns: Ints) -> tuple[Ints, Ints]:
         side = int(self.tokens_per_tile**0.5)
