@@ -73,7 +73,10 @@ def make_toy_sample(rng: np.random.Generator, kinds: Sequence[str], *, max_side:
     chosen = [str(kind) for kind in rng.choice(list(kinds), num_media)]
     if chosen.count("video") > 1:  # one clip is enough to be slow
         chosen = ["video", *[kind for kind in chosen if kind != "video"]]
-    images, videos, audios, items = [], [], [], []
+    images: list[ImageSize] = []
+    videos: list[VideoSize] = []
+    audios: list[AudioSize] = []
+    items: list[dict[str, Any]] = []
     for kind in chosen:
         if kind == "image":
             images.append(_draw_image_size(rng, max_side))
@@ -136,6 +139,10 @@ def encode_toy_sample(processor: Any, sample: ToySample, rule: FrameRule) -> dic
     options: dict[str, Any] = {}
     if metadata:
         options = {"do_sample_frames": False, "video_metadata": metadata}
+        if type(processor).__name__.startswith("NemotronH_Omni"):  # reads one clip's metadata as an object
+            from transformers.video_utils import VideoMetadata
+
+            options["video_metadata"] = VideoMetadata(**metadata[0])
     encoded = processor.apply_chat_template(
         [conversation], tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=options
     )

@@ -14,7 +14,7 @@ Files, in the order the data meets them:
     resize.py       resize rules of the Qwen kind
     rules/          one class per kind of rule
     geometry.py     `Geometry`: the rules of one processor, as a value
-    families.py     processor -> geometry
+    processor_parts.py, families.py   processor -> geometry
     count.py        `count_tokens`, `fake_image_tokens`
     media_text.py   what families write around media
     text.py         exact text counts
