@@ -90,7 +90,7 @@ def test_answer_before_any_user_turn_is_labelled():
 
 
 def test_template_that_hides_answers_falls_back_to_searching_for_them():
-    """The sentinel does not show as it was given, so no header can be learned; the answers' own text is searched for."""
+    """The sentinel does not show as it was given, so no header can be learned: the answers' text is searched for."""
     template = "{% for m in messages %}{{ m['content'] | upper }}<|im_end|>{% endfor %}"
     encoder = Encoder(build_processor("llava_onevision", chat_template=template))
     assert encoder.chat.header == ""
