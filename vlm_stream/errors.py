@@ -37,6 +37,7 @@ __all__ = [
     "StateError",
     "StorageError",
     "VlmStreamError",
+    "WorkerError",
     "nearest_name",
 ]
 
@@ -113,6 +114,10 @@ class BadSampleError(VlmStreamError):
 
 class BadBudgetError(VlmStreamError):
     """More samples were bad than the configured rate allows."""
+
+
+class WorkerError(VlmStreamError):
+    """A worker process failed, and replacing it did not help."""
 
 
 def nearest_name(name: str, allowed: Iterable[str]) -> str:

@@ -7,21 +7,22 @@ It runs by itself, in `torch.utils.data.DataLoader` (with `batch_size=None`: bat
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from vlm_stream.encode import EncodeConfig, Encoder
+from vlm_stream.encode import Encoder
 from vlm_stream.plan import Planner
-from vlm_stream.storage import ReadOptions, SpanReader
+from vlm_stream.storage import SpanReader
 from vlm_stream.stream.collators import make_collator
+from vlm_stream.stream.counting import count_fake_image, read_geometry
 from vlm_stream.stream.datasets import OpenDatasets
 from vlm_stream.stream.pipeline import Delivery, MicroBatch, deliver
 from vlm_stream.stream.processors import load_processor
 from vlm_stream.stream.rows import RowBuilder
 from vlm_stream.stream.sources import Sources, normalise_sources
 from vlm_stream.stream.world import find_world
-from vlm_stream.tokens import Geometry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,66 +51,55 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         self.processor = processor
         self.options = options
         self.world = find_world(rank, world_size, device_mesh)
-        self._state: dict[str, Any] | None = None
+        self.epochs_before = 0
+        """Epochs that were delivered by earlier iterations: a loader that is iterated again goes on behind them."""
+        self._cursor: dict[str, Any] | None = None
         self._skip: int | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield this worker's batches, in plan order."""
-        for delivery in self.deliveries():
-            yield delivery.batch
-
-    def deliveries(self) -> Iterator[Delivery]:
-        """Yield this worker's batches with the cursor behind each, what was bad, and where the time went."""
-        processor = load_processor(self.processor)
-        geometry = Geometry.from_processor(processor)
-        options = self.options
-        datasets = OpenDatasets(self.sources, geometry, store_options=options.store)
-        planner = Planner(datasets.specs, datasets, options.plan(geometry.digest()))
-        encoder = Encoder(processor, EncodeConfig(max_length=options.max_length, inject_fake_image=options.fake_image))
-        rows = RowBuilder(encoder, make_collator(processor, options), with_refs=options.with_refs)
         worker = get_worker_info()
-        num_workers = worker.num_workers if worker else 1
-        with SpanReader(ReadOptions(prefetch_bytes=options.prefetch_bytes), store_options=options.store) as reader:
-            for delivery in deliver(self._micro_batches(planner), datasets, reader, rows):
-                self._state, self._skip = delivery.state, num_workers - 1
-                yield delivery
-        self._state = self._skip = None
+        num_workers, first = (worker.num_workers, worker.id) if worker else (1, 0)
+        first = first if self._skip is None else self._skip
+        for delivery in self.deliveries(self._cursor, first, num_workers):
+            self._cursor, self._skip = delivery.state, num_workers - 1
+            yield delivery.batch
+        self._cursor = self._skip = None
 
-    def as_deliveries(self) -> IterableDataset[Delivery]:
-        """Return this stream as a dataset of deliveries, for loaders that keep the state themselves."""
-        return _Deliveries(self)
+    def deliveries(self, cursor: dict[str, Any] | None = None, first: int = 0, stride: int = 1) -> Iterator[Delivery]:
+        """Yield batches with the cursor behind each, what was bad, and where the time went.
 
-    def start_at(self, cursor: dict[str, Any] | None) -> None:
-        """Begin the next iteration at a cursor (None: at the start), whatever workers there were before."""
-        self._state, self._skip = cursor, None
+        Args:
+            cursor: Where to start; None: at the start of the run.
+            first: How many micro-batches behind the cursor are left to others before the first one.
+            stride: Every so many-th micro-batch is made here.
+        """
+        options = self.options
+        processor = load_processor(self.processor)
+        geometry = read_geometry(processor, options)
+        fake_tokens = count_fake_image(processor, geometry) if options.fake_image else 0
+        datasets = OpenDatasets(self.sources, geometry, fake_tokens=fake_tokens, store_options=options.store)
+        datasets.check_counted_for(processor)
+        config = options.plan(f"{geometry.digest()}+{fake_tokens}", epochs_before=self.epochs_before)
+        planner = Planner(datasets.specs(weigh_by=options.weigh_by), datasets, config, allow=options.allow)
+        rows = RowBuilder(
+            Encoder(processor, options.encode(geometry.frames)),
+            make_collator(processor, options),
+            with_refs=options.with_refs,
+        )
+        with SpanReader(options.read(), store_options=options.store) as reader:
+            plans = itertools.islice(self._micro_batches(planner, cursor), first, None, stride)
+            yield from deliver(plans, datasets, reader, rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last batch that this worker yielded."""
-        return {"cursor": copy.deepcopy(self._state), "skip": self._skip}
+        return {"cursor": copy.deepcopy(self._cursor), "skip": self._skip}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there. `skip` is how many micro-batches belong to the other workers before this one's next."""
-        self._state, self._skip = state["cursor"], state["skip"]
+        self._cursor, self._skip = state["cursor"], state["skip"]
 
-    def _micro_batches(self, planner: Planner) -> Iterator[MicroBatch]:
-        worker = get_worker_info()
-        num_workers, first = (worker.num_workers, worker.id) if worker else (1, 0)
-        if self._skip is not None:
-            first = self._skip
-        number = 0
-        for step in planner.steps(self.options.shape(self.world.size), self._state):
+    def _micro_batches(self, planner: Planner, cursor: dict[str, Any] | None) -> Iterator[MicroBatch]:
+        for step in planner.steps(self.options.shape(self.world.size), cursor):
             for micro in range(step.micro_begin, step.shape.micro_batches):
-                if number >= first and (number - first) % num_workers == 0:
-                    yield MicroBatch(step=step, micro=micro, rank=self.world.rank)
-                number += 1
-
-
-class _Deliveries(IterableDataset[Delivery]):
-    """A stream whose items are deliveries."""
-
-    def __init__(self, stream: VLMStream) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[Delivery]:
-        return self._stream.deliveries()
+                yield MicroBatch(step=step, micro=micro, rank=self.world.rank)

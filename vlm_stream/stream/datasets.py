@@ -6,14 +6,18 @@ plan, spans for the reader. Indexes are read when the plan first needs a shard a
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from vlm_stream.errors import DatasetError
 from vlm_stream.plan import Ref, SampleColumns, SourceSpec
-from vlm_stream.shards import load_manifest, read_index
+from vlm_stream.shards import load_manifest, read_index, template_digest
 from vlm_stream.storage import open_store
+from vlm_stream.stream.counting import num_media
 from vlm_stream.tokens import count_tokens
 
 if TYPE_CHECKING:
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenDatasets"]
 
+logger = logging.getLogger(__name__)
+
 _INDEX_THREADS: Final = 16
 
 
@@ -37,25 +43,72 @@ class OpenDatasets:
         sources: Sequence[SourceOptions],
         geometry: Geometry,
         *,
+        fake_tokens: int = 0,
         store_options: StoreOptions | None = None,
         max_indexes: int = 1024,
     ) -> None:
-        """Open every manifest; raise `DatasetError` where one has no samples."""
+        """Open every manifest; raise `DatasetError` where one has no samples.
+
+        Args:
+            sources: The datasets.
+            geometry: How media become tokens.
+            fake_tokens: What the image costs that text-only samples get; 0: they get none.
+            store_options: How to reach their stores.
+            max_indexes: Indexes that are kept in memory.
+        """
         self._sources = tuple(sources)
         self._geometry = geometry
+        self._fake_tokens = fake_tokens
         self._max_indexes = max_indexes
         self._stores: list[Store] = [open_store(source.url, store_options) for source in sources]
         self.manifests: list[Manifest] = [load_manifest(store) for store in self._stores]
         self._indexes: OrderedDict[tuple[int, int], ShardIndex] = OrderedDict()
-        self.specs = [self._spec(*pair) for pair in zip(self._sources, self.manifests, strict=True)]
+        for source, manifest in zip(self._sources, self.manifests, strict=True):
+            if not manifest.totals.samples:
+                raise DatasetError(
+                    f"the dataset at {source.url} has no samples, so there is nothing to stream; "
+                    f"look at the ledger of its conversion, or leave the source out"
+                )
+
+    def specs(self, *, weigh_by: str = "samples") -> list[SourceSpec]:
+        """Return what the plan must know of the sources."""
+        return [
+            SourceSpec(
+                name=source.name,
+                samples_per_shard=tuple(shard.totals.samples for shard in manifest.shards),
+                digest=manifest.digest,
+                weight=source.weight,
+                sample_ratio=source.sample_ratio,
+                # One shard stands for its source: reading every index would take as long as an epoch of planning.
+                tokens_per_sample=self._mean_tokens(number) if weigh_by == "tokens" else 1.0,
+            )
+            for number, (source, manifest) in enumerate(zip(self._sources, self.manifests, strict=True))
+        ]
+
+    def check_counted_for(self, processor: Any) -> None:
+        """Warn where the index was counted for another processor, or not counted at all: plans are then estimates."""
+        expected = template_digest(processor)
+        for source, manifest in zip(self._sources, self.manifests, strict=True):
+            counted = manifest.tokens
+            if counted.kind == "exact" and counted.template_sha256 == expected:
+                continue
+            how = f"for {counted.processor_class}" if counted.kind == "exact" else "by a guess"
+            logger.warning(
+                "the text tokens of %s were counted %s, so packs may come out too long or too short; "
+                "count them for this processor with: vlm-stream recount --processor ... %s",
+                source.url,
+                how,
+                source.url,
+            )
 
     def __call__(self, source: int, shard: int) -> SampleColumns:
         """Return what the plan must know of one shard's samples (this makes it the plan's column reader)."""
         index = self._index(source, shard)
         counted = count_tokens(index.media, self._geometry)
+        fake = np.where(num_media(index.media) == 0, self._fake_tokens, 0)  # [n]
         return SampleColumns(
-            tokens=counted.tokens,
-            vision_tokens=counted.vision_tokens,
+            tokens=counted.tokens + fake,
+            vision_tokens=counted.vision_tokens + fake,
             vision_patches=counted.vision_patches,
             vision_squares=counted.vision_squares,
             offset=index.offset,
@@ -96,17 +149,7 @@ class OpenDatasets:
         if len(self._indexes) > self._max_indexes:
             self._indexes.popitem(last=False)
 
-    @staticmethod
-    def _spec(source: SourceOptions, manifest: Manifest) -> SourceSpec:
-        if not manifest.totals.samples:
-            raise DatasetError(
-                f"the dataset at {source.url} has no samples, so there is nothing to stream; "
-                f"look at the ledger of its conversion, or leave the source out"
-            )
-        return SourceSpec(
-            name=source.name,
-            samples_per_shard=tuple(shard.totals.samples for shard in manifest.shards),
-            digest=manifest.digest,
-            weight=source.weight,
-            sample_ratio=source.sample_ratio,
-        )
+    def _mean_tokens(self, source: int) -> float:
+        shards = self.manifests[source].shards
+        largest = max(range(len(shards)), key=lambda shard: shards[shard].totals.samples)
+        return max(float(self(source, largest).tokens.mean()), 1.0)

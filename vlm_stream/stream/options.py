@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
+from vlm_stream.encode import EncodeConfig
 from vlm_stream.errors import ConfigError, nearest_name
-from vlm_stream.plan import GroupConfig, PackConfig, PlainConfig, PlanConfig, StepShape
+from vlm_stream.packs import ATTENTION_FORMS
+from vlm_stream.plan import (
+    BalanceConfig,
+    GroupConfig,
+    MixtureConfig,
+    OrderConfig,
+    PackConfig,
+    PlainConfig,
+    PlanConfig,
+    StepShape,
+)
+from vlm_stream.storage import ReadOptions, StoreOptions
+from vlm_stream.tokens import FrameRule
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+__all__ = ["CollateFn", "Mode", "StreamOptions"]
 
-    from vlm_stream.storage import StoreOptions
+Mode: TypeAlias = Literal["packed", "grouped", "plain"]
+CollateFn: TypeAlias = Callable[[Sequence[Any], Any], dict[str, Any]]
 
-__all__ = ["Mode", "StreamOptions"]
-
-Mode = Literal["packed", "grouped", "plain"]
+_COUNTS = (
+    "pack_size",
+    "max_length",
+    "batch_size",
+    "micro_batches",
+    "window",
+    "epochs",
+    "pp_microbatches",
+    "prefetch_bytes",
+    "token_budget",
+    "vision_size",
+    "alignment",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +52,16 @@ class StreamOptions:
     """Tokens in a packed row."""
     packing_ratio: float = 1.0
     """Share of `pack_size` that the plan fills: head-room where token counts are estimates."""
+    vision_size: int | None = None
+    """Most vision tokens in a packed row."""
+    alignment: int = 1
+    """Packed samples take multiples of so many tokens (context parallelism wants twice its size)."""
+    token_budget: int | None = None
+    """Grouped: most tokens of a batch, padding included; `batch_size` is then 1 group. None: `batch_size` rows."""
     max_length: int | None = None
-    """Longest sample; a longer one is bad. Packed rows have `pack_size` as their limit in any case."""
+    """Longest sample. Packed rows have `pack_size` as their limit in any case."""
+    long_samples: Literal["drop", "truncate", "raise"] = "drop"
+    """What happens to longer samples: a line in the ledger, a cut (never through media), or an error."""
     batch_size: int = 1
     """Rows in a batch: packs, or samples."""
     micro_batches: int = 1
@@ -40,34 +72,80 @@ class StreamOptions:
     epochs: int | None = 1
     """None streams for ever."""
     shuffle: bool = True
-    bad_budget: float | None = 0.01
-    """Share of bad samples above which the run stops; None never stops it."""
-    with_refs: bool = False
-    """Add `batch["refs"]`: source, shard and key of each sample in each row."""
+    train: bool = True
+    """False: for evaluation. Order of the shards, every sample once, whatever `shuffle` and `epochs` say."""
+
+    weigh_by: Literal["samples", "size", "tokens"] = "samples"
+    """What the sources' weights count."""
+    stop: Literal["all", "each", "first", "never"] = "first"
+    """When a mixture has had an epoch: when the first source has, all have, or each has had exactly one."""
+    group_shards: int = 256
+    """Shards whose samples are shuffled as a whole."""
+    run_length: int = 1
+    """Neighbours that stay together, for stores where requests are dear."""
+    barrier: Literal["micro", "none", "step"] = "step"
+    """Where ranks wait for each other, and so what is balanced: `step` (DDP), `micro` (FSDP), `none`."""
+    horizon: int = 1
+    """Steps that are balanced together."""
+    allow: tuple[str, ...] = ()
+    """Differences that a state may have: `geometry`, `plan`, `sources`."""
+
     fake_image: bool = False
     """Give text-only rows an invisible image, so that every rank runs its vision tower."""
+    fps: float | None = None
+    """Frames per second that are read of videos; None: what the processor says."""
+    max_frames: int | None = None
+    """Most frames of a video; None: what the processor says."""
+    video_backend: Literal["auto", "av", "decord", "torchcodec"] = "auto"
+    hf_labels: bool = True
+    """Labels for transformers' own loss, which shifts them. False: shifted already, as the reference's collates do."""
+    attention: str = "positions"
+    """How packed documents are kept apart: by `positions` (flash attention, SDPA, eager), or by a 4-D mask (`mask4d`,
+    `mask4d_bool`)."""
+    pad_rows: bool = False
+    """Pad packed rows to `pack_size`, for compiled models; otherwise to the longest of the batch."""
+    collate_fn: CollateFn | None = None
+    """Called with the rows and the processor instead of our own collation; a packed row is a list of samples."""
+    pp_microbatches: int | None = None
+    """Cut media for so many pipeline micro-batches."""
+    with_refs: bool = False
+    """Add `batch["refs"]`: source, shard and key of each sample in each row."""
+
+    bad_budget: float | None = 0.01
+    """Share of bad samples above which the run stops; None never stops it."""
     prefetch_bytes: int = 64 << 20
     """Bytes that each worker reads ahead."""
+    cache_dir: str | None = None
+    """Folder on a local disk that keeps whole shards of remote stores for all processes of the node."""
+    cache_bytes: int | None = None
+    """Limit of that folder."""
     store: StoreOptions | None = None
     """Endpoint, region and the like, for stores that need them."""
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        if self.mode not in get_args(Mode):
-            raise ConfigError(f"mode is {self.mode!r}; {nearest_name(str(self.mode), get_args(Mode))}")
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value!r}; {nearest_name(str(value), allowed)}")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}, but it counts something: give a whole number of at least 1")
         if self.mode == "packed" and self.pack_size is None:
             raise ConfigError(
                 "mode='packed' without pack_size: the capacity of a row is not known; set pack_size to the sequence "
                 "length that you train with, or choose mode='grouped' or 'plain'"
             )
-        for name in ("pack_size", "max_length", "batch_size", "micro_batches", "window", "epochs", "prefetch_bytes"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} is {value!r}, but it counts something: give a whole number of at least 1")
-        if not 0 < self.packing_ratio <= 1:
-            raise ConfigError(f"packing_ratio is {self.packing_ratio}, but a row can be filled by more than 0 up to 1")
+        if self.token_budget is not None and (self.mode != "grouped" or self.batch_size != 1):
+            raise ConfigError(
+                f"token_budget makes whole batches of groups, but mode is {self.mode!r} and batch_size is "
+                f"{self.batch_size}; use mode='grouped' and batch_size=1 with it"
+            )
         if self.bad_budget is not None and not 0 <= self.bad_budget <= 1:
             raise ConfigError(f"bad_budget is {self.bad_budget}, but it is a share of all samples: 0 to 1, or None")
+        self.plan("")
+        self.read()
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> StreamOptions:
@@ -78,24 +156,63 @@ class StreamOptions:
                 raise ConfigError(f"there is no option '{name}'; {nearest_name(name, allowed)}")
         return cls(**options)
 
-    def plan(self, geometry: str) -> PlanConfig:
+    def plan(self, geometry: str, *, epochs_before: int = 0) -> PlanConfig:
         """Return what the plan must know; `geometry` identifies how media were counted."""
-        mode: PackConfig | GroupConfig | PlainConfig
-        if self.mode == "packed":
-            mode = PackConfig(pack_size=self.pack_size or 0, packing_ratio=self.packing_ratio)
-        elif self.mode == "grouped":
-            mode = GroupConfig(max_tokens=self.max_length)
-        else:
-            mode = PlainConfig(max_tokens=self.max_length)
+        epochs = self.epochs if self.train else 1
         return PlanConfig(
             seed=self.seed,
             window=self.window,
-            shuffle=self.shuffle,
-            epochs=self.epochs,
-            mode=mode,
+            shuffle=self.shuffle and self.train,
+            epochs=None if epochs is None else epochs + epochs_before,
+            mode=self._mode(),
+            order=OrderConfig(group_shards=self.group_shards, run_length=self.run_length),
+            mixture=MixtureConfig(weigh_by=self.weigh_by, stop=self.stop if self.train else "each"),
+            balance=BalanceConfig(barrier=self.barrier, horizon=self.horizon),
             geometry=geometry,
+        )
+
+    def _mode(self) -> PackConfig | GroupConfig | PlainConfig:
+        if self.mode == "packed":
+            return PackConfig(
+                pack_size=self.pack_size or 0,
+                packing_ratio=self.packing_ratio,
+                vision_size=self.vision_size,
+                alignment=self.alignment,
+                long_samples=self.long_samples,
+            )
+        if self.mode == "plain":
+            return PlainConfig(max_tokens=self.max_length, long_samples=self.long_samples)
+        return GroupConfig(
+            max_tokens=self.max_length, token_budget=self.token_budget, long_samples=self.long_samples
         )
 
     def shape(self, world_size: int) -> StepShape:
         """Return how steps are cut for that many ranks."""
         return StepShape(world_size=world_size, micro_batches=self.micro_batches, batch_size=self.batch_size)
+
+    def encode(self, frames: FrameRule) -> EncodeConfig:
+        """Return how one sample becomes tensors."""
+        return EncodeConfig(
+            max_length=self.pack_size if self.mode == "packed" else self.max_length,
+            overlong="truncate" if self.long_samples == "truncate" else "bad",
+            inject_fake_image=self.fake_image,
+            video_backend=self.video_backend,
+            frames=frames,
+        )
+
+    def read(self) -> ReadOptions:
+        """Return how bytes are read."""
+        return ReadOptions(
+            prefetch_bytes=self.prefetch_bytes, cache_dir=self.cache_dir, cache_bytes=self.cache_bytes
+        )
+
+
+_CHOICES: dict[str, Sequence[str]] = {
+    "mode": get_args(Mode),
+    "long_samples": ("drop", "raise", "truncate"),
+    "weigh_by": ("samples", "size", "tokens"),
+    "stop": ("all", "each", "first", "never"),
+    "barrier": ("micro", "none", "step"),
+    "video_backend": ("auto", "av", "decord", "torchcodec"),
+    "attention": ATTENTION_FORMS,
+}

@@ -1,0 +1,250 @@
+"""Worker processes that outlive their own deaths.
+
+Enters: a job that makes an iterator for (cursor, first, stride), and where to start. Leaves: its items in order, taken
+from the workers in turn. A worker that dies or hangs is replaced by a new one that starts at the cursor behind the last
+item handed out; since a plan is a pure function of its cursor, nothing is lost, repeated or reordered. What an item is,
+and how to find the cursor behind it, is the caller's concern.
+
+Not `torch.utils.data.DataLoader`: there one dead worker ends all of them, by an error that can be raised in the middle
+of the trainer's own code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from vlm_stream.errors import VlmStreamError, WorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.context import BaseContext
+
+__all__ = ["Job", "WorkerOptions", "WorkerPool"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S: Final = 1.0
+_JOIN_S: Final = 5.0
+
+
+class Job(Protocol):
+    """What a worker does."""
+
+    def __call__(self, cursor: Any, first: int, stride: int) -> Iterator[Any]:
+        """Yield the items number `first`, `first + stride`, ... behind the cursor."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """How workers run."""
+
+    num_workers: int
+    prefetch: int = 2
+    """Finished items that each worker keeps ready."""
+    hang_s: float | None = None
+    """A worker that has finished nothing for so long while its item is waited for is replaced; None: never."""
+    max_restarts: int = 10
+    """Replacements over the life of the pool, after which the run ends."""
+    start_method: str | None = None
+    """`fork`, `spawn` or `forkserver`; None: the platform's default."""
+
+
+class _End:
+    """Sent by a worker that has no more items."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error of a worker, with its traceback as text."""
+
+    error: BaseException | None
+    text: str
+
+
+class _Worker:
+    """One process and the queue of its finished items."""
+
+    def __init__(self, context: BaseContext, job: Job, share: tuple[Any, int, int], prefetch: int) -> None:
+        self.items: Any = context.Queue(maxsize=prefetch)
+        self._done = context.Event()
+        arguments = (job, share, self.items, self._done, os.getpid())
+        self.process: Any = context.Process(  # type: ignore[attr-defined]
+            target=_run, args=arguments, daemon=True, name="vlm-stream-worker"
+        )
+        self.process.start()
+
+    def close(self) -> None:
+        """End the process, if need be by force."""
+        self._done.set()
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join(_JOIN_S)
+            if self.process.is_alive():
+                self.process.kill()
+        self.process.join()
+        self.items.cancel_join_thread()
+        self.items.close()
+
+
+class WorkerPool:
+    """Items of a job, made by several processes, in order."""
+
+    def __init__(self, job: Job, cursor: Any, options: WorkerOptions) -> None:
+        """Start the workers: number w makes the items w, w + n, ... behind the cursor."""
+        import torch.multiprocessing
+
+        self._job = job
+        self._options = options
+        self._context: Any = torch.multiprocessing.get_context(options.start_method)
+        self.num_restarts = 0
+        self._workers: list[_Worker | None] = []
+        for number in range(options.num_workers):
+            self._workers.append(self._start(cursor, number))
+
+    def items(self, cursor_behind: Any) -> Iterator[Any]:
+        """Yield the items; `cursor_behind()` returns the cursor behind the last item that was yielded."""
+        try:
+            for number in itertools.count():
+                item = self._next(number % len(self._workers), cursor_behind)
+                if item is _End:  # items are numbered without gaps: there is none behind it either
+                    return
+                yield item
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End all workers."""
+        for slot in range(len(self._workers)):
+            self._stop(slot)
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the running workers."""
+        return [worker.process.pid for worker in self._workers if worker is not None]
+
+    def num_ready(self) -> int:
+        """Return how many finished items wait to be taken."""
+        try:
+            return sum(worker.items.qsize() for worker in self._workers if worker is not None)
+        except NotImplementedError:  # macOS cannot count a queue
+            return 0
+
+    def _start(self, cursor: Any, first: int) -> _Worker:
+        share = (cursor, first, self._options.num_workers)
+        return _Worker(self._context, self._job, share, self._options.prefetch)
+
+    def _stop(self, slot: int) -> None:
+        worker, self._workers[slot] = self._workers[slot], None
+        if worker is not None:
+            worker.close()
+
+    def _next(self, slot: int, cursor_behind: Any) -> Any:
+        begin = time.monotonic()
+        while True:
+            worker = self._workers[slot]
+            assert worker is not None  # noqa: S101 - a closed pool has no more turns
+            try:
+                item = worker.items.get(timeout=_POLL_S)
+            except queue.Empty:
+                waited = time.monotonic() - begin
+                if worker.process.is_alive() and (self._options.hang_s is None or waited < self._options.hang_s):
+                    continue
+                self._replace(slot, cursor_behind(), waited)
+                begin = time.monotonic()
+            except (OSError, EOFError):  # it died while its tensors were on their way
+                self._replace(slot, cursor_behind(), time.monotonic() - begin)
+                begin = time.monotonic()
+            else:
+                if isinstance(item, _Failure):
+                    _raise(item)
+                return item
+
+    def _replace(self, slot: int, cursor: Any, waited: float) -> None:
+        worker = self._workers[slot]
+        assert worker is not None  # noqa: S101 - only a running worker can fail
+        pid, alive = worker.process.pid, worker.process.is_alive()
+        self._stop(slot)
+        what = f"has finished nothing for {waited:.0f} s" if alive else f"died ({_cause(worker.process.exitcode)})"
+        self.num_restarts += 1
+        if self.num_restarts > self._options.max_restarts:
+            raise WorkerError(
+                f"worker {slot} (pid {pid}) {what}, after {self._options.max_restarts} others had failed, so the run "
+                f"ends here; its state is good. Look for what kills workers (memory, a broken decoder: 'dmesg' and the "
+                f"ledger tell), lower num_workers or prefetch, or raise max_restarts."
+            )
+        logger.warning(
+            "worker %d (pid %d) %s; a new one goes on behind the last batch (restart %d of %d)",
+            slot,
+            pid,
+            what,
+            self.num_restarts,
+            self._options.max_restarts,
+        )
+        # It is this slot's turn, so the item behind the cursor is the new worker's first.
+        self._workers[slot] = self._start(cursor, 0)
+
+
+def _cause(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        return f"{name}, often the out-of-memory killer" if name == "SIGKILL" else name
+    return f"exit code {exit_code}"
+
+
+def _raise(failure: _Failure) -> None:
+    if failure.error is None:
+        raise WorkerError(
+            f"a worker failed, so the run ends here; its state is good. The worker's traceback:\n{failure.text}"
+        )
+    if not isinstance(failure.error, VlmStreamError):
+        failure.error.add_note(f"in a worker process:\n{failure.text}")
+    raise failure.error
+
+
+def _run(job: Job, share: tuple[Any, int, int], items: Any, done: Any, parent: int) -> None:
+    """Be a worker: put items until there are no more, then wait, since tensors in the queue live in this process."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    try:
+        for item in job(*share):
+            if not _put(items, item, parent):
+                return
+        _put(items, _End, parent)
+    except BaseException as error:
+        text = traceback.format_exc()
+        _put(items, _Failure(error if _survives(error) else None, text), parent)
+    while os.getppid() == parent and not done.wait(_POLL_S):
+        pass
+    items.cancel_join_thread()
+
+
+def _put(items: Any, item: Any, parent: int) -> bool:
+    """Put one item; give up when the parent is gone."""
+    while os.getppid() == parent:
+        try:
+            items.put(item, timeout=_POLL_S)
+        except queue.Full:
+            continue
+        return True
+    return False
+
+
+def _survives(error: BaseException) -> bool:
+    """Tell whether an error comes out of pickling as it went in."""
+    import pickle
+
+    try:
+        return isinstance(pickle.loads(pickle.dumps(error)), type(error))  # noqa: S301 - our own bytes
+    except Exception:  # a class may fail in any way when it is rebuilt
+        return False
