@@ -41,3 +41,12 @@ def test_processor_that_fails_makes_an_estimate(caplog):
 
 def test_a_guess_needs_no_probe():
     assert probe_geometry(None, Geometry.unknown()) == Geometry.unknown()
+
+
+def test_cap_that_the_config_does_not_tell_is_noticed(caplog):
+    processor = build_processor("qwen3_vl", video={"cap_pixels_per_frame": True})
+    geometry = Geometry.from_processor(processor)
+    assert probe_geometry(processor, geometry).is_exact
+    blind = replace(geometry, video=replace(geometry.video, capped_tokens=None))
+    assert not probe_geometry(processor, blind).is_exact
+    assert "for a probe (a video)" in caplog.text

@@ -30,7 +30,8 @@ __all__ = ["encode_pixels", "probe_geometry"]
 _log = logging.getLogger(__name__)
 
 _IMAGES: Final = (ImageSize(height=97, width=301), ImageSize(height=240, width=180))
-_VIDEO: Final = VideoSize(frames=9, height=60, width=90, fps=7.3, seconds=9 / 7.3)
+_VIDEO: Final = VideoSize(frames=40, height=300, width=400, fps=7.3, seconds=40 / 7.3)
+"""Large enough that Qwen3-VL's limits for whole clips bite: their default is announced to change."""
 _RATE: Final = 16000
 
 
