@@ -63,7 +63,7 @@ class Planner:
             epochs=config.epochs,
         )
         self._fingerprints = {
-            "sources": [(s.spec.name, s.digest, s.epoch_length) for s in self.streams],
+            "sources": [(s.spec.name, s.digest, max(s.epoch_length, 1)) for s in self.streams],
             "plan": config.stream_fields(),
             "geometry": config.geometry,
         }
@@ -94,6 +94,7 @@ class Planner:
             progress=Progress(),
             eras=(Era(first_window=0, terms=self.terms),),
             window_digest=None,
+            reported=0,
         )
 
     def window_at(self, cursor: Cursor, eras: Sequence[Era] | None = None) -> Window | None:
@@ -179,7 +180,7 @@ class _Run:
 
     def _open(self, done: Flags, planner: Planner, cursor: Cursor) -> UnitQueue:
         """Open the stream behind what was delivered, once it has proved to be the stream that the state knows."""
-        queue = UnitQueue(cursor, lambda cursor: planner.window_at(cursor, self.start.eras))
+        queue = UnitQueue(cursor, lambda cursor: planner.window_at(cursor, self.start.eras), self.start.reported)
         expected = self.start.window_digest
         if expected is not None:
             window = queue.peek()
