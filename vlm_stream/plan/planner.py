@@ -68,6 +68,10 @@ class Planner:
             "geometry": config.geometry,
         }
 
+    def with_config(self, config: PlanConfig) -> Planner:
+        """Return a planner of the same sources with another config."""
+        return Planner(self.sources, self.read_columns, config, allow=self._allow)
+
     def steps(self, shape: StepShape, state: dict[str, Any] | None = None) -> Iterator[Step]:
         """Yield steps from the start or from a state; without end when `epochs` is None or the mixture never stops."""
         return _Run(self, shape, self.start(state)).steps()
@@ -170,9 +174,7 @@ class _Run:
 
     def _open_as_dealt(self, balance: BalanceConfig) -> UnitQueue:
         """Open the stream with the costs that an interrupted block was dealt by, down to the carried samples."""
-        planner = Planner(
-            self.planner.sources, self.planner.read_columns, replace(self.planner.config, balance=balance)
-        )
+        planner = self.planner.with_config(replace(self.planner.config, balance=balance))
         carry = self.start.cursor.carry
         again = read_refs(carry.refs, planner.sources, planner.read_columns, balance.costs)
         cursor = replace(self.start.cursor, carry=replace(again, age=carry.age))
