@@ -249,7 +249,7 @@ def balance() -> None:
 
 
 def start() -> None:
-    """4. The first step of a billion samples, at the start, at 1 % and at 99 % of the epoch, each in its own process."""
+    """4. The first step of a billion samples: at the start, at 1 % and 99 % of the epoch, each in its own process."""
     rows = []
     for share in (0.0, 0.01, 0.99):
         out = subprocess.run(

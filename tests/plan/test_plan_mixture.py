@@ -107,6 +107,14 @@ def test_a_source_of_weight_zero_is_never_drawn(make):
     assert by_source == {0: 120}
 
 
+def test_an_empty_source_of_weight_zero_does_no_harm(make):
+    sources = [make.source("a", [30]), make.source("empty", [], weight=0.0)]
+    plan = make.planner(sources, PlanConfig(mode=PlainConfig()))
+    steps = list(plan.steps(StepShape()))
+    assert len(steps) == 30
+    assert make.refs(plan.steps(StepShape(), steps[9].state_after())) == make.refs(steps[10:])
+
+
 def test_flushed_epochs_end_with_equal_filled_steps(make):
     plan = run(make, "each", epochs=2, flush=True)
     steps = list(plan.steps(StepShape(world_size=7)))

@@ -150,6 +150,24 @@ def test_a_reader_that_can_read_ahead_hears_what_comes(make):
     assert sorted(reader.asked) == sorted(reader.heard[0] + reader.heard[1])
 
 
+def test_a_billion_samples_start_with_one_group(make):
+    """Neither the start nor 99 % of the epoch touches more than the live group."""
+    spec = make.source("huge", [10_000] * 100_000)
+    columns = make.columns(np.full(10_000, 700))
+    asked = []
+
+    def read(source, shard):
+        asked.append(shard)
+        return columns
+
+    stream = SourceStream(0, spec, read, PlanConfig(order=OrderConfig(group_shards=64)))
+    for position in (0, 990_000_000):
+        asked.clear()
+        samples = stream.take(position, 4096)
+        assert len(set(map(tuple, samples.refs.tolist()))) == 4096
+        assert len(asked) == len(set(asked)) <= 64
+
+
 def test_a_small_source_is_read_once_for_many_epochs(make):
     spec = make.source("s", [5, 5])
     reader = make.reader([spec])

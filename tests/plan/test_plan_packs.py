@@ -202,7 +202,7 @@ def test_long_samples(make, rule, delivered, notes):
 def test_long_samples_can_stop_the_run(make):
     mode = PackConfig(pack_size=8192, long_samples="raise")
     plan = make.planner([make.source("s", [5])], PlanConfig(mode=mode, shuffle=False), lambda rng, n: np.asarray(LONG))
-    with pytest.raises(ConfigError, match=r"Sample 1 of shard 0 of source 0 has 9000 tokens .* limit of 8192 tokens"):
+    with pytest.raises(ConfigError, match=r"Sample 1 of shard 0 of source 's' has 9000 tokens .* above pack_size=8192"):
         next(plan.steps(StepShape()))
 
 

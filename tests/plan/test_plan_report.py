@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlm_stream.errors import ConfigError
 from vlm_stream.plan import (
     GroupConfig,
     MixtureConfig,
@@ -119,6 +120,21 @@ def test_a_look_at_the_first_steps_projects_the_epoch(make):
     assert part.steps == 40
     assert part.steps_per_epoch == pytest.approx(whole.steps, rel=0.1)
     assert whole.steps_per_epoch == pytest.approx(whole.packs / shape.units_per_step)
+
+
+def test_a_sweep_is_a_row_of_reports(make):
+    plan = make.planner([make.source("s", [128] * 8)], PlanConfig(mode=PackConfig(pack_size=8192)))
+    configs = [plan.config.with_settings({"window": w, "mode.carry_samples": 0}) for w in (32, 1024)]
+    small, large = (plan_report(plan.with_config(c), StepShape(world_size=8)) for c in configs)
+    assert small.fill < large.fill
+    assert plan.config.window == 4096
+    for name in ("windows", "mode.packsize", "mode", "balance.costs", "order.seed"):
+        with pytest.raises(ConfigError, match=f"The plan has no setting '{name}': "):
+            plan.config.with_settings({name: 1})
+    with pytest.raises(ConfigError, match=r"did you mean 'mode.pack_size'"):
+        plan.config.with_settings({"mode.packsize": 1})
+    with pytest.raises(ConfigError, match=r"window=0 draws nothing"):
+        plan.config.with_settings({"window": 0})
 
 
 def test_progress_is_heard(make):

@@ -45,6 +45,8 @@ class Start:
     progress: Progress
     eras: tuple[Era, ...]
     window_digest: str | None
+    reported: int
+    """Number of the first window whose dropped samples were not told yet."""
 
 
 def start_from(
@@ -85,6 +87,7 @@ def start_from(
             progress=saved.progress,
             eras=(Era(first_window=saved.window, terms=terms),),
             window_digest=None,
+            reported=saved.window,
         )
     eras = saved.eras
     if not eras or eras[-1].terms != terms:
@@ -100,6 +103,7 @@ def start_from(
         progress=saved.progress,
         eras=eras,
         window_digest=saved.window_digest,
+        reported=saved.planned,
     )
 
 

@@ -63,10 +63,14 @@ class Planner:
             epochs=config.epochs,
         )
         self._fingerprints = {
-            "sources": [(s.spec.name, s.digest, s.epoch_length) for s in self.streams],
+            "sources": [(s.spec.name, s.digest, max(s.epoch_length, 1)) for s in self.streams],
             "plan": config.stream_fields(),
             "geometry": config.geometry,
         }
+
+    def with_config(self, config: PlanConfig) -> Planner:
+        """Return a planner of the same sources with another config."""
+        return Planner(self.sources, self.read_columns, config, allow=self._allow)
 
     def steps(self, shape: StepShape, state: dict[str, Any] | None = None) -> Iterator[Step]:
         """Yield steps from the start or from a state; without end when `epochs` is None or the mixture never stops."""
@@ -94,6 +98,7 @@ class Planner:
             progress=Progress(),
             eras=(Era(first_window=0, terms=self.terms),),
             window_digest=None,
+            reported=0,
         )
 
     def window_at(self, cursor: Cursor, eras: Sequence[Era] | None = None) -> Window | None:
@@ -169,9 +174,7 @@ class _Run:
 
     def _open_as_dealt(self, balance: BalanceConfig) -> UnitQueue:
         """Open the stream with the costs that an interrupted block was dealt by, down to the carried samples."""
-        planner = Planner(
-            self.planner.sources, self.planner.read_columns, replace(self.planner.config, balance=balance)
-        )
+        planner = self.planner.with_config(replace(self.planner.config, balance=balance))
         carry = self.start.cursor.carry
         again = read_refs(carry.refs, planner.sources, planner.read_columns, balance.costs)
         cursor = replace(self.start.cursor, carry=replace(again, age=carry.age))
@@ -179,7 +182,7 @@ class _Run:
 
     def _open(self, done: Flags, planner: Planner, cursor: Cursor) -> UnitQueue:
         """Open the stream behind what was delivered, once it has proved to be the stream that the state knows."""
-        queue = UnitQueue(cursor, lambda cursor: planner.window_at(cursor, self.start.eras))
+        queue = UnitQueue(cursor, lambda cursor: planner.window_at(cursor, self.start.eras), self.start.reported)
         expected = self.start.window_digest
         if expected is not None:
             window = queue.peek()

@@ -43,7 +43,7 @@ class Place:
     left: tuple[Ints, ...]
     """Per window the numbers of its units that are still to come, ascending."""
     planned: int
-    """Number of the first window that was not planned yet when the stream stood here."""
+    """Number of the first window of which no unit was ever dealt: from here on the mixture may change its terms."""
 
     def done(self) -> npt.NDArray[np.bool_]:
         """Return which units from the cursor on are delivered, up to the last delivered one."""
@@ -70,7 +70,7 @@ class UnitTable:
     num_samples: Ints
     """[n] Samples in each unit."""
     dropped: tuple[Dropped, ...]
-    """Of the windows that begin with these units."""
+    """Of the windows that were planned for these units."""
 
     def __len__(self) -> int:
         """Return n."""
@@ -80,9 +80,13 @@ class UnitTable:
 class UnitQueue:
     """The unit stream from a cursor on, taken in any portions."""
 
-    def __init__(self, cursor: Cursor, plan: Callable[[Cursor], Window | None]) -> None:
-        """Start at a cursor; `plan` gives the window that begins at one."""
+    def __init__(self, cursor: Cursor, plan: Callable[[Cursor], Window | None], reported: int = 0) -> None:
+        """Start at a cursor; `plan` gives the window that begins at one.
+
+        Windows before number `reported` were planned before a resume: what they dropped is not told again.
+        """
         self._plan = plan
+        self._reported = reported
         self._next = cursor
         self._ended = False
         self._num_empty = 0
@@ -93,7 +97,8 @@ class UnitQueue:
         windows = tuple(window for window, _ in self._windows)
         cursor = windows[0].start if windows else self._next
         left = tuple(left for _, left in self._windows)
-        return Place(cursor=cursor, windows=windows, left=left, planned=self._next.window)
+        # A step of another shape may have reached farther than this queue has.
+        return Place(cursor=cursor, windows=windows, left=left, planned=max(self._next.window, self._reported))
 
     def peek(self) -> Window | None:
         """Return the window of the next unit without taking anything."""
@@ -135,7 +140,10 @@ class UnitQueue:
                     "%s is left out at the end of the stream: %s (%d tokens)", note.ref, note.reason, note.tokens
                 )
             return None
-        return _table([(window, units) for window, units in parts if len(units) or window.dropped])
+        fresh = [window for window, _ in parts if window.start.window >= self._reported]
+        self._reported = max([self._reported, *(window.after.window for window in fresh)])
+        dropped = tuple(note for window in fresh for note in window.dropped)
+        return _table([(window, units) for window, units in parts if len(units)], dropped)
 
     def _pull(self) -> bool:
         window = None if self._ended else self._plan(self._next)
@@ -157,7 +165,7 @@ class UnitQueue:
             self._windows.popleft()
 
 
-def _table(parts: list[tuple[Window, Ints]]) -> UnitTable:
+def _table(parts: list[tuple[Window, Ints]], dropped: tuple[Dropped, ...]) -> UnitTable:
     def gather(name: str) -> npt.NDArray[np.int64]:
         return np.concatenate([getattr(window, name)[units] for window, units in parts])
 
@@ -170,10 +178,5 @@ def _table(parts: list[tuple[Window, Ints]]) -> UnitTable:
         vit=gather("vit"),
         hashes=np.concatenate([window.hashes[units] for window, units in parts]),
         num_samples=np.concatenate([window.splits[units + 1] - window.splits[units] for window, units in parts]),
-        dropped=tuple(
-            note
-            for window, units in parts
-            if not window.num_units or (len(units) and units[0] == 0)
-            for note in window.dropped
-        ),
+        dropped=dropped,
     )

@@ -77,7 +77,7 @@ def window_digest(window: Window) -> str:
 def write_state(
     place: Place, progress: Progress, partial: Partial | None, eras: Sequence[Era], fingerprints: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the state as JSON values; `fingerprints` holds sources (with epoch lengths), plan fields and geometry."""
+    """Return the state as JSON values; `fingerprints` holds sources (with epoch lengths), plan fields, geometry."""
     done = place.done()
     prefix = int(np.argmin(done)) if not done.all() else len(done)
     cursor = place.cursor

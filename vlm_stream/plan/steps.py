@@ -129,7 +129,8 @@ class Step:
         self._progress = progress
         self._encode = encode
         self.index = progress[0].steps
-        """Number of the step since the start of the run; goes on over a resume."""
+        """Number of the step since the start of the run; goes on over a resume. What is left of a step that was
+        interrupted and dealt anew for another shape begins with that step's number."""
         self.epoch = epoch
         """Epoch of the mixture in which the step's first unit was drawn."""
         self.micro_begin = block.shape.micro_batches - (len(progress) - 1)

@@ -68,7 +68,8 @@ class SourceSpec:
     """Changes when any shard or index of the source changes."""
     weight: float = 1.0
     sample_ratio: float = 1.0
-    """Share of the source that one of its epochs delivers; above 1 some or all samples come more than once."""
+    """Share of the source that one of its epochs delivers; which samples a ratio below 1 leaves out is
+    chosen anew in every epoch, above 1 some or all come more than once."""
     tokens_per_sample: float = 1.0
     """Mean length: what turns a weight in tokens into a weight in samples."""
     num_samples: int = field(init=False)

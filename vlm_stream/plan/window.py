@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vlm_stream.errors import ConfigError
 from vlm_stream.plan.costs import llm_cost
 from vlm_stream.plan.mixture import draw
 from vlm_stream.plan.pack import PackConfig
@@ -109,6 +110,8 @@ def plan_window(cursor: Cursor, streams: Sequence[SourceStream], config: PlanCon
     samples = concatenate([part for part in (cursor.carry, fresh) if len(part)])
     key = Key(seed=config.seed, purpose="units", index=cursor.window) if config.shuffle else None
     cut = cut_units(samples, config.mode, key, last=ended)
+    if cut.dropped and config.mode.long_samples == "raise":
+        raise ConfigError(_refusal(cut.dropped[0], streams, config))
     splits, carry = cut.splits, cut.carry
     if max_units is not None and cursor.units + len(splits) - 1 >= max_units:
         splits, carry, ended = splits[: max_units - cursor.units + 1], Samples.empty(), True
@@ -132,6 +135,18 @@ def plan_window(cursor: Cursor, streams: Sequence[SourceStream], config: PlanCon
         hashes=_hash_units(members.refs, splits, [s.spec.name for s in streams]),
         dropped=cut.dropped,
         closes=ended,
+    )
+
+
+def _refusal(note: Dropped, streams: Sequence[SourceStream], config: PlanConfig) -> str:
+    mode = config.mode
+    limit = f"pack_size={mode.pack_size}" if isinstance(mode, PackConfig) else f"max_tokens={mode.max_tokens}"
+    if note.reason == "too_much_vision" and isinstance(mode, PackConfig):
+        limit = f"vision_size={mode.vision_size}"
+    return (
+        f"Sample {note.ref.row} of shard {note.ref.shard} of source '{streams[note.ref.source].spec.name}' has "
+        f"{note.tokens} tokens ({note.vision_tokens} of vision), above {limit}; it fits no unit, and long_samples is "
+        f"'raise'. Raise the limit, or set long_samples to 'drop' or 'truncate'."
     )
 
 
