@@ -93,8 +93,8 @@ def error_of(fault: Fault, url: str, seconds: float) -> VlmStreamError:
         )
     if fault.kind in ("throttled", "transient"):
         return StorageError(
-            f"{url} could not be read in {seconds:.1f} s, with retries. Check the network and the state of the store, "
-            f"or raise max_retries and deadline_s. The last answer: {fault.text}"
+            f"{url} could not be read or written in {seconds:.1f} s, with retries. Check the network and the state of "
+            f"the store, or raise max_retries and deadline_s. The last answer: {fault.text}"
         )
     return StorageError(f"{url} could not be read or written. The store said: {fault.text}")
 
