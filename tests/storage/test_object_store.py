@@ -23,7 +23,9 @@ def test_put_get_ranges_head_list_delete(store):
     assert store.get_ranges("a/b.bin", [(100, 3)]) == [b""]
     info = store.head("a/b.bin")
     assert (info.path, info.size) == ("a/b.bin", 10)
+    assert info == next(store.list())
     assert info.etag
+    assert '"' not in info.etag
     store.put("a/bb.bin", b"x")
     store.put("c.bin", b"x")
     assert [info.path for info in store.list()] == ["a/b.bin", "a/bb.bin", "c.bin"]
