@@ -6,8 +6,9 @@ import pickle
 
 import pytest
 
-from vlm_stream.errors import AccessError, ConfigError, NotFoundError
-from vlm_stream.storage import open_store
+from tests.storage.fault_proxy import Fault
+from vlm_stream.errors import AccessError, ConfigError, NotFoundError, StorageError
+from vlm_stream.storage import RetryOptions, open_store
 
 
 @pytest.fixture
@@ -22,7 +23,9 @@ def test_put_get_ranges_head_list_delete(store):
     assert store.get_ranges("a/b.bin", [(100, 3)]) == [b""]
     info = store.head("a/b.bin")
     assert (info.path, info.size) == ("a/b.bin", 10)
+    assert info == next(store.list())
     assert info.etag
+    assert '"' not in info.etag
     store.put("a/bb.bin", b"x")
     store.put("c.bin", b"x")
     assert [info.path for info in store.list()] == ["a/b.bin", "a/bb.bin", "c.bin"]
@@ -67,3 +70,21 @@ def test_anonymous_requests_are_not_signed(s3_server):
 def test_put_refuses_what_holds_no_bytes(store):
     with pytest.raises(ConfigError, match="put\\(\\) was given str, which holds no bytes"):
         store.put("x", "text")
+
+
+def test_writes_are_tried_again(s3_server, proxy):
+    store = open_store(s3_server.url("writes"), dataclasses.replace(s3_server.options, endpoint=proxy.endpoint))
+    proxy.faults = [Fault("status", status=500), Fault("reset"), None, Fault("status", status=503)]
+    store.put("x", b"1")
+    assert store.head("x").size == 1
+    assert proxy.faults == []
+
+
+def test_a_write_that_fails_half_way_leaves_no_object(s3_server, proxy):
+    options = dataclasses.replace(s3_server.options, endpoint=proxy.endpoint, retry=RetryOptions(max_retries=1))
+    store = open_store(s3_server.url("half"), options)
+    proxy.faults = lambda _number, _method, path: Fault("status", status=500) if "partNumber=2" in path else None
+    with pytest.raises(StorageError, match=r"half/x could not be read or written in .* with retries"):
+        store.put("x", bytes(40_000_000))
+    with pytest.raises(NotFoundError, match="There is nothing at"):
+        store.head("x")

@@ -142,6 +142,19 @@ def test_other_etag_or_size_is_an_error(s3_shards, s3_server):
             list(reader.read([(0, longer)]))
 
 
+def test_an_object_that_ends_before_the_sample_is_an_error(s3_shards, s3_server):
+    span = s3_shards.spans[5]
+    open_store(s3_shards.root, s3_server.options).put(span.path, b"tiny")
+    with (
+        SpanReader(store_options=s3_server.options) as reader,
+        pytest.raises(ChangedObjectError, match="4 bytes instead of"),
+    ):
+        list(reader.read([(5, span)]))
+    with SpanReader(store_options=s3_server.options) as reader:
+        ((_, result),) = reader.read([(5, dataclasses.replace(span, shard_size=None))])
+    assert result.reason == "truncated"
+
+
 def test_an_object_replaced_during_a_read_is_not_mixed(s3_shards, s3_server, proxy):
     span = s3_shards.spans[0]
     store = open_store(s3_shards.root, s3_server.options)
@@ -180,7 +193,7 @@ def test_retries_and_deadline_run_out(s3_shards, proxy):
     proxy.faults = lambda *_: Fault("status", status=500)
     with (
         SpanReader(store_options=proxied(proxy, retry={"max_retries": 2})) as reader,
-        pytest.raises(StorageError, match=r"could not be read in .* with retries"),
+        pytest.raises(StorageError, match=r"could not be read or written in .* with retries"),
     ):
         list(reader.read([(0, s3_shards.spans[0])]))
     assert reader.metrics.requests == 3
@@ -196,14 +209,14 @@ def test_a_body_that_drips_ends_at_the_deadline(s3_shards, proxy):
     proxy.faults = lambda *_: Fault("slow", seconds=0.2)
     with (
         SpanReader(store_options=proxied(proxy, retry={"deadline_s": 0.5})) as reader,
-        pytest.raises(StorageError, match="could not be read in"),
+        pytest.raises(StorageError, match="could not be read or written in"),
     ):
         list(reader.read([(0, s3_shards.spans[0])]))
 
 
 def test_a_slow_read_is_raced_by_a_second_one(s3_shards, proxy):
     proxy.faults = [Fault("stall", at=10, seconds=20)]
-    options = dataclasses.replace(alone(s3_shards), hedge_after_s=0.2)
+    options = dataclasses.replace(alone(s3_shards), hedge_after_s=0.2, max_inflight=1)
     with SpanReader(options, store_options=proxied(proxy, read_timeout_s=2)) as reader:
         for tag, result in reader.read(list(enumerate(s3_shards.spans))[:5]):
             s3_shards.assert_equal(tag, result)

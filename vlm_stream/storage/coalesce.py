@@ -1,7 +1,7 @@
 """Which ranges to ask for: spans in, requests out. Arithmetic alone, no I/O.
 
     spans of one shard, by offset      [a]  [b]        [c][d]
-    gaps <= max_gap are read over      [a---b]         [cd]        one request each
+    gaps <= max_gap are read over      [a---b]         [cd]        one request each, unless too much of it is gap
     nothing larger than max_request    a longer run is cut between spans, a longer span into equal parts
     most of the shard wanted           every gap is read over
 
@@ -52,9 +52,9 @@ def plan_requests(spans: Sequence[Span], options: ReadOptions) -> list[RangeRequ
 def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOptions) -> list[RangeRequest]:
     """Merge the spans of one shard along their offsets."""
     first = spans[positions[0]]
-    max_gap = _max_gap(spans, positions, options)
+    max_gap, max_amplification = _merge_limits(spans, positions, options)
     requests: list[RangeRequest] = []
-    begin = end = 0
+    begin = end = num_wanted = 0
     members: list[int] = []
 
     def close_run() -> None:
@@ -65,14 +65,15 @@ def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOption
 
     for position in sorted(positions, key=lambda p: (spans[p].offset, spans[p].size)):
         span = spans[position]
-        span_end = span.offset + span.size
-        new_end = max(end, span_end)
-        if members and span.offset - end <= max_gap and new_end - begin <= options.max_request_bytes:
-            end = new_end
+        new_end = max(end, span.offset + span.size)
+        num_new = new_end - max(end, span.offset)
+        fits = new_end - begin <= min(options.max_request_bytes, max_amplification * (num_wanted + num_new))
+        if members and span.offset - end <= max_gap and fits:
+            end, num_wanted = new_end, num_wanted + num_new
             members.append(position)
             continue
         close_run()
-        begin, end, members = span.offset, span_end, [position]
+        begin, end, num_wanted, members = span.offset, span.offset + span.size, span.size, [position]
         if span.size > options.max_request_bytes:
             requests += _parts(span, position, options.max_request_bytes)
             members = []
@@ -80,14 +81,14 @@ def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOption
     return requests
 
 
-def _max_gap(spans: Sequence[Span], positions: list[int], options: ReadOptions) -> float:
-    """Return how far apart two spans of this shard may lie and still share a request."""
+def _merge_limits(spans: Sequence[Span], positions: list[int], options: ReadOptions) -> tuple[float, float]:
+    """Return the largest gap that is read over, and the most bytes read per byte wanted, for this shard."""
     shard_size = spans[positions[0]].shard_size
     if shard_size:
         wanted = {spans[p].offset: spans[p].size for p in positions}
         if sum(wanted.values()) >= options.whole_shard_fraction * shard_size:
-            return float("inf")
-    return options.max_gap_bytes
+            return float("inf"), float("inf")
+    return options.max_gap_bytes, options.max_amplification
 
 
 def _parts(span: Span, position: int, max_bytes: int) -> list[RangeRequest]:

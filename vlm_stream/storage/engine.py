@@ -48,7 +48,9 @@ class Engine:
         self._sources: dict[str, RangeSource | None] = {}
         self._store_options = store_options
         self._metrics = metrics
-        self._traffic = Traffic(metrics, options.max_inflight, options.requests_per_s, options.bytes_per_s)
+        # The network's threads bound the reads; a second racer must not wait for the slot of the first.
+        num_slots = options.max_inflight * (1 if options.hedge_after_s is None else 2)
+        self._traffic = Traffic(metrics, num_slots, options.requests_per_s, options.bytes_per_s)
         self._files = ThreadPoolExecutor(_FILE_THREADS, thread_name_prefix=_NAME)
         self._network = ThreadPoolExecutor(options.max_inflight, thread_name_prefix=_NAME)
         self._racers = ThreadPoolExecutor(2 * options.max_inflight, thread_name_prefix=_NAME)
@@ -90,7 +92,11 @@ class Engine:
             return self._fetch_file(store, request)
         if self._downloads is not None:
             self._downloads.discard(source, request)
-        return self._network.submit(self._fetch_remote, source, request).result()
+        fetched = self._network.submit(self._fetch_remote, source, request).result()
+        if fetched.object_size is None:  # the range lies behind the end: then the store did not say where that is
+            info = store.head(span.path)
+            fetched = Fetched(fetched.data, info.size, info.etag)
+        return fetched
 
     def close(self) -> None:
         """Stop what is under way and wait until every thread has ended."""

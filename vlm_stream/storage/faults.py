@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["error_of", "fault_of", "fault_of_status"]
 
 _STATUS = re.compile(r"status code: (\d{3})")
-_QUERY = re.compile(r"\?[^\s\"']+")
+_QUERY = re.compile(r"(://[^\s?\"']+)\?[^\s\"']+")
 _CAUSE = re.compile(
     r'message: "([^"]+)"|"((?:dns|tcp connect) error)"|(InvalidCertificate)|(TimedOut|IncompleteMessage)'
 )
@@ -93,8 +93,8 @@ def error_of(fault: Fault, url: str, seconds: float) -> VlmStreamError:
         )
     if fault.kind in ("throttled", "transient"):
         return StorageError(
-            f"{url} could not be read in {seconds:.1f} s, with retries. Check the network and the state of the store, "
-            f"or raise max_retries and deadline_s. The last answer: {fault.text}"
+            f"{url} could not be read or written in {seconds:.1f} s, with retries. Check the network and the state of "
+            f"the store, or raise max_retries and deadline_s. The last answer: {fault.text}"
         )
     return StorageError(f"{url} could not be read or written. The store said: {fault.text}")
 
@@ -103,5 +103,5 @@ def _clean(text: str) -> str:
     """Return the first sentence of a client's message, with the innermost cause out of its debug dump."""
     sentence, _, dump = text.partition("\n\nDebug source")
     causes = [next(filter(None, match.groups())) for match in _CAUSE.finditer(dump)]
-    sentence = _QUERY.sub("?...", " ".join(sentence.split()))[:_MAX_TEXT]
+    sentence = _QUERY.sub(r"\1?...", " ".join(sentence.split()))[:_MAX_TEXT]
     return f"{sentence} ({causes[-1]})" if causes else sentence

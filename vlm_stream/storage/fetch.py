@@ -122,7 +122,7 @@ def fetch_range(source: RangeSource, path: str, offset: int, size: int | None, t
         finally:
             num_new = progress.num_bytes - num_before
             traffic.end_request(num_new, fault.kind if fault else None)
-        if fault is None or fault.kind == "past_end":
+        if fault is None or fault.kind == "past_end" or progress.rest == 0:
             return progress.result()
         now_s = time.monotonic()
         wait_s = attempts.wait_before_next(fault, progressed=num_new > 0, now_s=now_s, uniform=random.random())

@@ -93,13 +93,16 @@ class ReadOptions:
     """How far ahead to read, how to merge, what to check."""
 
     prefetch_bytes: int = 64 * MB
-    """Bytes requested and not yet handed out. One sample larger than this is still read, alone."""
+    """Bytes of samples that are requested and not yet handed out; gaps that are read over come on top. One sample
+    larger than this is still read, alone."""
     prefetch_samples: int = 512
     """Samples requested and not yet handed out: small ones would otherwise be planned ahead by the ten thousand."""
     max_inflight: int = 32
     """Requests at a time; throttling lowers the number for a while."""
     max_gap_bytes: int = 256 * KB
     """Ranges of one shard this close are read by one request; the gap is thrown away."""
+    max_amplification: float = 1.5
+    """A merged request reads no more bytes than this per byte wanted: small samples far apart are read one by one."""
     max_request_bytes: int = 16 * MB
     """No request is larger; a larger sample is read in parts."""
     whole_shard_fraction: float = 0.9
@@ -122,6 +125,7 @@ class ReadOptions:
             ("prefetch_samples", 1),
             ("max_inflight", 1),
             ("max_gap_bytes", 0),
+            ("max_amplification", 1),
             ("max_request_bytes", 1),
             ("hedge_after_s", 0.001),
             ("requests_per_s", 0.001),

@@ -95,7 +95,8 @@ class SpanReader:
 
     @property
     def metrics(self) -> ReadTotals:
-        """Return what was read so far."""
+        """Return what was read so far, in this process."""
+        self._renew_after_fork()
         return self._metrics.totals()
 
     def close(self) -> None:
@@ -154,13 +155,15 @@ class SpanReader:
         return num_bytes
 
     def _running_engine(self) -> Engine:
-        """Return the engine of this process; after a fork the parent's threads are not here, so a new one is made."""
-        if self._pid != os.getpid():
-            # A thread of the parent may have held the lock of the counters when the fork came.
-            self._pid, self._engine, self._metrics = os.getpid(), None, ReadMetrics()
+        self._renew_after_fork()
         if self._engine is None:
             self._engine = Engine(self._options, self._given_stores, self._store_options, self._metrics)
         return self._engine
+
+    def _renew_after_fork(self) -> None:
+        """Leave behind what a child cannot use: the parent's threads, and a lock that one of them may have held."""
+        if self._pid != os.getpid():
+            self._pid, self._engine, self._metrics = os.getpid(), None, ReadMetrics()
 
     def _wait_for(self, waiting: _Waiting[T]) -> Buffer:
         """Return a sample's bytes once they are here, from a shard that is still the one that was indexed."""
@@ -188,7 +191,9 @@ class SpanReader:
         waited_s = time.perf_counter() - begun_s
         damage = find_damage(span, data)
         if damage is not None and damage.reason in ("crc_mismatch", "truncated"):
-            data = self._running_engine().read_again(span).data
+            again = self._running_engine().read_again(span)
+            check_unchanged(span, again)
+            data = again.data
             damage = find_damage(span, data)
         self._metrics.add(queue_wait_s=waited_s, samples=1, bytes_wanted=span.size, bad_samples=int(damage is not None))
         if damage is not None:

@@ -122,13 +122,13 @@ class ObjectStore:
         while chunk := self._call(prefix, lambda _obs, _client: next(stream, None)):
             for meta in chunk:
                 if meta["path"].startswith(prefix):
-                    yield ObjectInfo(meta["path"], meta["size"], meta["e_tag"])
+                    yield _info_of(meta["path"], meta)
 
     def head(self, path: str) -> ObjectInfo:
         """Return size and etag."""
         check_path(self._root, path)
         meta = self._call(path, lambda obs, client: obs.head(client, path))
-        return ObjectInfo(path, meta["size"], meta["e_tag"])
+        return _info_of(path, meta)
 
     def delete(self, path: str) -> None:
         """Remove one object; object stores do not say whether it was there, so that is asked first."""
@@ -167,6 +167,12 @@ class ObjectStore:
 
     def _quiet_traffic(self) -> Traffic:
         return Traffic(ReadMetrics(), _QUIET_INFLIGHT)
+
+
+def _info_of(path: str, meta: Any) -> ObjectInfo:
+    """Return size and etag, the latter without quotes: stores keep them in one answer and drop them in another."""
+    etag = meta["e_tag"]
+    return ObjectInfo(path, meta["size"], etag.strip('"') if etag else None)
 
 
 def _check_url(root: str) -> None:
