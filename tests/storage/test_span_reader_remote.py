@@ -267,3 +267,14 @@ def test_leaving_early_leaves_no_thread_and_no_connection(s3_server, proxy, requ
     while proxy.num_connections and time.monotonic() < end:
         time.sleep(0.02)
     assert proxy.num_connections == 0
+
+
+def test_closing_under_a_running_read_says_so(s3_shards, proxy):
+    proxy.faults = lambda number, *_: Fault("slow", seconds=0.1) if number > 3 else None
+    options = dataclasses.replace(alone(s3_shards), max_inflight=4)
+    with SpanReader(options, store_options=proxied(proxy)) as reader:
+        stream = reader.read(s3_shards.order())
+        next(stream)
+        reader.close()
+        with pytest.raises(StorageError, match="The reader was closed while samples were still being read"):
+            list(stream)

@@ -8,7 +8,6 @@ one process.
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -43,9 +42,10 @@ class Engine:
         metrics: ReadMetrics,
     ) -> None:
         """Prepare; threads begin with the first request that needs them."""
-        self.pid = os.getpid()
         self._options = options
-        self._stores = dict(stores)
+        self._given = stores
+        self._stores: dict[str, Store] = {}
+        self._sources: dict[str, RangeSource | None] = {}
         self._store_options = store_options
         self._metrics = metrics
         self._traffic = Traffic(metrics, options.max_inflight, options.requests_per_s, options.bytes_per_s)
@@ -64,14 +64,15 @@ class Engine:
             None when the bytes are in memory already: `read_now` is then cheaper than any thread.
         """
         store = self._store(request.root)
-        if isinstance(store, LocalStore) and store.is_resident(request.path, request.offset, request.size):
-            self._metrics.add(requests=1)
-            return None
-        if not isinstance(store, RangeSource):
+        source = self._sources[request.root]
+        if source is None:
+            if isinstance(store, LocalStore) and store.is_resident(request.path, request.offset, request.size):
+                self._metrics.add(requests=1)
+                return None
             return self._files.submit(self._fetch_file, store, request)
         if self._downloads is not None:
-            return self._cached.submit(self._fetch_cached, self._downloads, store, request)
-        return self._network.submit(self._fetch_remote, store, request)
+            return self._cached.submit(self._fetch_cached, self._downloads, source, request)
+        return self._network.submit(self._fetch_remote, source, request)
 
     def read_now(self, span: Span) -> Fetched:
         """Read one span in the caller's thread."""
@@ -84,11 +85,12 @@ class Engine:
         self._metrics.add(rereads=1)
         store = self._store(span.root)
         request = RangeRequest(span.root, span.path, span.offset, span.size, (0,), span.shard_size, span.etag)
-        if not isinstance(store, RangeSource):
+        source = self._sources[span.root]
+        if source is None:
             return self._fetch_file(store, request)
         if self._downloads is not None:
-            self._downloads.discard(store, request)
-        return self._network.submit(self._fetch_remote, store, request).result()
+            self._downloads.discard(source, request)
+        return self._network.submit(self._fetch_remote, source, request).result()
 
     def close(self) -> None:
         """Stop what is under way and wait until every thread has ended."""
@@ -99,11 +101,15 @@ class Engine:
         for pool in pools:
             pool.shutdown(wait=True)
         self._stores.clear()
+        self._sources.clear()
 
     def _store(self, root: str) -> Store:
         store = self._stores.get(root)
         if store is None:
-            store = self._stores[root] = open_store(root, self._store_options)
+            store = self._given.get(root) or open_store(root, self._store_options)
+            # Asked once per root: to look at all methods of a store takes longer than to start a request.
+            self._sources[root] = store if isinstance(store, RangeSource) else None
+            self._stores[root] = store
         return store
 
     def _fetch_file(self, store: Store, request: RangeRequest) -> Fetched:

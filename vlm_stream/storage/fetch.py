@@ -70,21 +70,24 @@ class _Progress:
         self.object_size: int | None = None
         self.etag: str | None = None
 
+    @property
+    def rest(self) -> int | None:
+        """Bytes that are missing; None while nobody knows."""
+        return None if self.size is None else self.size - self.num_bytes
+
     def attempt(self, source: RangeSource, path: str, attempts: Attempts, traffic: Traffic) -> None:
         """Ask for what is missing and take it chunk by chunk."""
-        rest = None if self.size is None else self.size - self.num_bytes
-        with traffic.request(rest or 0):
-            body = source.open_range(path, self.offset + self.num_bytes, rest)
-            if self.chunks and body.etag != self.etag:
-                raise error_of(Fault("changed", f"etag {self.etag}, then {body.etag}"), source.url(path), 0.0)
-            self.object_size, self.etag = body.object_size, body.etag
-            self.size = self.num_bytes + body.size
-            for chunk in body.chunks:
-                self.chunks.append(chunk)
-                self.num_bytes += len(chunk)
-                traffic.check_open()
-                if attempts.is_late(time.monotonic()):
-                    raise TimeoutError("the body came too slowly")
+        body = source.open_range(path, self.offset + self.num_bytes, self.rest)
+        if self.chunks and body.etag != self.etag:
+            raise error_of(Fault("changed", f"etag {self.etag}, then {body.etag}"), source.url(path), 0.0)
+        self.object_size, self.etag = body.object_size, body.etag
+        self.size = self.num_bytes + body.size
+        for chunk in body.chunks:
+            self.chunks.append(chunk)
+            self.num_bytes += len(chunk)
+            traffic.check_open()
+            if attempts.is_late(time.monotonic()):
+                raise TimeoutError("the body came too slowly")
 
     def result(self) -> Fetched:
         """Return what came; one chunk needs no copy."""
@@ -101,30 +104,33 @@ def fetch_range(source: RangeSource, path: str, offset: int, size: int | None, t
         StorageError: The retries or the deadline ran out.
         ReadCancelledError: The traffic was closed.
     """
+    if size == 0:  # there is no way to ask for nothing
+        return Fetched(b"", None, None)
     progress = _Progress(offset, size)
     attempts = Attempts(source.retry, time.monotonic())
     while True:
         num_before = progress.num_bytes
+        fault: Fault | None = Fault("unknown", "ended by another error")
+        traffic.begin_request(progress.rest or 0)
         try:
             progress.attempt(source, path, attempts, traffic)
+            fault = None
         except (ReadCancelledError, VlmStreamError):
             raise
         except Exception as error:
-            fault = source.fault_of(error)
+            fault, cause = source.fault_of(error), error
+        finally:
             num_new = progress.num_bytes - num_before
-            traffic.failed(num_new, throttled=fault.kind == "throttled")
-            if fault.kind == "past_end":
-                return progress.result()
-            now_s = time.monotonic()
-            wait_s = attempts.wait_before_next(fault, progressed=num_new > 0, now_s=now_s, uniform=random.random())
-            if wait_s is None:
-                raise error_of(fault, source.url(path), now_s - attempts.begun_s) from error
-            _log.debug("%s: %s; again in %.2f s from byte %d", source.url(path), fault.text, wait_s, progress.num_bytes)
-            traffic.metrics.add(retries=1)
-            traffic.sleep(wait_s)
-        else:
-            traffic.succeeded(progress.num_bytes - num_before)
+            traffic.end_request(num_new, fault.kind if fault else None)
+        if fault is None or fault.kind == "past_end":
             return progress.result()
+        now_s = time.monotonic()
+        wait_s = attempts.wait_before_next(fault, progressed=num_new > 0, now_s=now_s, uniform=random.random())
+        if wait_s is None:
+            raise error_of(fault, source.url(path), now_s - attempts.begun_s) from cause
+        _log.debug("%s: %s; again in %.2f s from byte %d", source.url(path), fault.text, wait_s, progress.num_bytes)
+        traffic.metrics.add(retries=1)
+        traffic.sleep(wait_s)
 
 
 def hedged(read: Callable[[], Fetched], executor: Executor, after_s: float, traffic: Traffic) -> Fetched:

@@ -11,7 +11,6 @@ import errno
 import os
 import secrets
 import shutil
-import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +50,6 @@ class LocalStore:
         """Remember where the folder is; it need not exist before the first write."""
         self._folder = local_path(url)
         self._open_files: OrderedDict[str, _OpenFile] = OrderedDict()
-        self._lock = threading.Lock()
 
     @property
     def root(self) -> str:
@@ -113,8 +111,7 @@ class LocalStore:
                 temporary.unlink(missing_ok=True)
                 raise
             _sync_folder(target.parent)
-        with self._lock:
-            self._open_files.pop(path, None)
+        self._open_files.pop(path, None)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield the files whose path begins with `prefix`, sorted; unfinished writes are left out."""
@@ -137,8 +134,7 @@ class LocalStore:
         """Remove the file."""
         with _translated(self.url(path)):
             self._path(path).unlink()
-        with self._lock:
-            self._open_files.pop(path, None)
+        self._open_files.pop(path, None)
 
     def url(self, path: str) -> str:
         """Return the path as messages name it."""
@@ -148,15 +144,15 @@ class LocalStore:
         return Path(self._folder, check_path(self._folder, path))
 
     def _open(self, path: str) -> _OpenFile:
-        with self._lock:
-            file = self._open_files.get(path)
-            if file is None:
-                file = self._open_files[path] = _OpenFile(self._path(path))
-                if len(self._open_files) > _MAX_OPEN_FILES:
-                    self._open_files.popitem(last=False)
-            else:
-                self._open_files.move_to_end(path)
-            return file
+        # Without a lock, which a fork could leave locked: each step is atomic, and to open a file twice does no harm.
+        file = self._open_files.get(path)
+        if file is None:
+            file = self._open_files[path] = _OpenFile(self._path(path))
+        with contextlib.suppress(KeyError):
+            self._open_files.move_to_end(path)
+            if len(self._open_files) > _MAX_OPEN_FILES:
+                self._open_files.popitem(last=False)
+        return file
 
 
 def _read_rest(descriptor: int, data: bytes, offset: int, size: int) -> bytes:

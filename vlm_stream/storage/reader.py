@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar, Union
 
-from vlm_stream.errors import BadSampleError
+from vlm_stream.errors import BadSampleError, StorageError
 from vlm_stream.storage.coalesce import RangeRequest, plan_requests
 from vlm_stream.storage.engine import Engine
 from vlm_stream.storage.metrics import ReadMetrics, ReadTotals
 from vlm_stream.storage.options import ReadOptions
+from vlm_stream.storage.traffic import ReadCancelledError
 from vlm_stream.storage.verify import check_unchanged, cut_members, find_damage
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ class SpanReader:
         self._store_options = store_options
         self._metrics = ReadMetrics()
         self._engine: Engine | None = None
+        self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[type[SpanReader], tuple[object, ...]]:
         """Travel to another process without threads, connections and counts."""
@@ -98,7 +101,7 @@ class SpanReader:
     def close(self) -> None:
         """Stop what is under way, end the threads, let go of the connections. A later read starts anew."""
         engine, self._engine = self._engine, None
-        if engine is not None and engine.pid == os.getpid():
+        if engine is not None and self._pid == os.getpid():
             engine.close()
 
     def read(self, pairs: Iterable[tuple[T, Span]]) -> Iterator[tuple[T, SpanResult]]:
@@ -146,7 +149,10 @@ class SpanReader:
 
     def _running_engine(self) -> Engine:
         """Return the engine of this process; after a fork the parent's threads are not here, so a new one is made."""
-        if self._engine is None or self._engine.pid != os.getpid():
+        if self._pid != os.getpid():
+            # A thread of the parent may have held the lock of the counters when the fork came.
+            self._pid, self._engine, self._metrics = os.getpid(), None, ReadMetrics()
+        if self._engine is None:
             self._engine = Engine(self._options, self._given_stores, self._store_options, self._metrics)
         return self._engine
 
@@ -157,7 +163,13 @@ class SpanReader:
             fetched = self._running_engine().read_now(waiting.span)
             check_unchanged(waiting.span, fetched)
             return fetched.data
-        parts = [future.result() for future in futures]
+        try:
+            parts = [future.result() for future in futures]
+        except (ReadCancelledError, CancelledError):
+            raise StorageError(
+                "The reader was closed while samples were still being read from it. Read to the end, or stop reading "
+                "before closing."
+            ) from None
         for part in parts:
             check_unchanged(waiting.span, part)
         return _span_bytes(waiting.span, waiting.flights, parts)

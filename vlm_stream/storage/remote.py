@@ -22,7 +22,6 @@ from vlm_stream.storage.faults import error_of, fault_of
 from vlm_stream.storage.fetch import RangeBody, fetch_range
 from vlm_stream.storage.metrics import ReadMetrics
 from vlm_stream.storage.options import RetryOptions, StoreOptions
-from vlm_stream.storage.store import Buffer, Fetched, PutData
 from vlm_stream.storage.traffic import Traffic
 from vlm_stream.storage.url import check_path, join_url, scheme_of
 from vlm_stream.storage.values import ObjectInfo
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from vlm_stream.storage.retry import Fault
+    from vlm_stream.storage.store import Buffer, Fetched, PutData
 
 __all__ = ["ObjectStore", "client_settings"]
 
@@ -83,8 +83,6 @@ class ObjectStore:
 
     def fetch(self, path: str, offset: int, size: int) -> Fetched:
         """Return one range with the object's size and etag."""
-        if size == 0:
-            return Fetched(b"", None, None)
         return fetch_range(self, check_path(self._root, path), offset, size, self._quiet_traffic())
 
     def open_range(self, path: str, offset: int, size: int | None) -> RangeBody:

@@ -5,7 +5,6 @@ Thread-safe. It must not know what a request asks for.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -15,9 +14,8 @@ from typing import TYPE_CHECKING
 from vlm_stream.storage.retry import AimdLimit, TokenBucket
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vlm_stream.storage.metrics import ReadMetrics
+    from vlm_stream.storage.retry import FaultKind
 
 __all__ = ["ReadCancelledError", "Traffic"]
 
@@ -71,9 +69,8 @@ class Traffic:
             self._closing.wait(seconds)
         self.check_open()
 
-    @contextlib.contextmanager
-    def request(self, num_bytes: int) -> Iterator[None]:
-        """Hold a slot, and pay for one request of so many bytes."""
+    def begin_request(self, num_bytes: int) -> None:
+        """Wait for the budget of one request of so many bytes, then for a slot, and take it."""
         self._pay(num_bytes)
         with self._changed:
             while self._num_active >= math.floor(self._limit.limit):
@@ -81,26 +78,18 @@ class Traffic:
                 self._changed.wait()
             self.check_open()
             self._num_active += 1
-        self.metrics.add(requests=1)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_active -= 1
-                self._changed.notify()
 
-    def succeeded(self, num_bytes: int) -> None:
-        """Record one request that went well."""
-        self.metrics.add(bytes_read=num_bytes)
+    def end_request(self, num_bytes: int, fault: FaultKind | None) -> None:
+        """Give the slot back, and record what came of it."""
+        throttled = fault == "throttled"
+        self.metrics.add(requests=1, bytes_read=num_bytes, throttles=int(throttled))
         with self._changed:
-            self._limit.on_success()
-
-    def failed(self, num_bytes: int, *, throttled: bool) -> None:
-        """Record one request that broke after so many bytes."""
-        self.metrics.add(bytes_read=num_bytes, throttles=int(throttled))
-        if throttled:
-            with self._changed:
+            self._num_active -= 1
+            if throttled:
                 self._limit.on_throttle(time.monotonic())
+            elif fault is None:
+                self._limit.on_success()
+            self._changed.notify()
 
     def _pay(self, num_bytes: int) -> None:
         for name, rate in self._rates:
