@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import pickle
@@ -14,7 +15,7 @@ import pytest
 import zstandard
 
 from vlm_stream.errors import BadSampleError, ConfigError, MissingExtraError, SourceError
-from vlm_stream.sources import SourceGroup, open_source
+from vlm_stream.sources import SourceGroup, local_file, open_source
 
 
 def sample(name: str, **more: Any) -> dict[str, Any]:
@@ -222,6 +223,24 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path):
         source.read(4)
     with pytest.raises(SourceError, match=r"the file has changed since its records were located"):
         elsewhere.read(0)
+
+
+def test_no_room_to_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(lines(samples(2)).encode()))
+    with pytest.raises(
+        ConfigError, match=r"there is no room to unpack .*: the folder .*nowhere cannot be written \(No such"
+    ):
+        open_source(str(path), spill_dir=str(tmp_path / "nowhere"))
+
+    def full_disk(raw: object) -> list[bytes]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(local_file, "_gunzip", full_disk)
+    (tmp_path / "spill").mkdir()
+    with pytest.raises(SourceError, match=r"the plain bytes do not fit into .*spill, which is full.*Give a spill_dir"):
+        open_source(str(path), spill_dir=str(tmp_path / "spill"))
+    assert not list((tmp_path / "spill").iterdir())
 
 
 def test_zstd_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -133,15 +133,17 @@ def test_rows_with_decoded_images_become_png():
 
 
 def test_bad_rows_are_named():
-    rows = [{"image": None, "text": "t"}, {"image": jpeg(0), "text": None}]
+    rows = [{"image": None, "text": "t"}, {"image": jpeg(0), "text": None}, {"image": jpeg(0)}]
     source = make_rdr_dataset(rows)
     with pytest.raises(BadSampleError, match=r"rdr:0: the image column is empty\. The sample is left out") as caught:
         source.read(0)
     assert (caught.value.stage, caught.value.reason) == ("convert", "null_media")
     with pytest.raises(BadSampleError, match=r"rdr:1: a text column holds None, not text"):
         source[1]
-    with pytest.raises(IndexError, match="row 2 of source 'rdr', which has 2"):
+    with pytest.raises(BadSampleError, match=r"rdr:2: the row has no column 'text'"):
         source.read(2)
+    with pytest.raises(IndexError, match="row 3 of source 'rdr', which has 3"):
+        source.read(3)
 
 
 def test_cord_v2_chooses_by_row():
@@ -163,7 +165,7 @@ def test_cord_v2_chooses_by_row():
 
 
 def test_cord_v2_layouts():
-    truths = [json.dumps({"gt_parse": {"total": {"price": "3"}}}), json.dumps({"gt_parses": []}), "{"]
+    truths = [json.dumps({"gt_parse": {"total": {"price": "3"}}}), json.dumps({"gt_parses": []}), "{", None, "[1]"]
     source = make_cord_v2_dataset(image_rows("image", ground_truth=truths), limit_dataset_samples=10)
     assert texts(source[0])[1] == ["<s_total><s_price>3</s_price></s_total>"]
     with pytest.raises(BadSampleError, match=r"cord_v2:1: 'ground_truth' has no parse \(keys: gt_parses\)"):
@@ -171,6 +173,9 @@ def test_cord_v2_layouts():
     with pytest.raises(BadSampleError, match=r"cord_v2:2: Expecting property name") as caught:
         source.read(2)
     assert caught.value.reason == "bad_row"
+    for index in (3, 4):
+        with pytest.raises(BadSampleError, match=rf"cord_v2:{index}: 'ground_truth' is not a JSON object"):
+            source.read(index)
 
 
 def test_json2token():

@@ -170,6 +170,29 @@ def test_urls(tmp_path: Path):
     assert open_source(f"file://{tmp_path}/a.jsonl").counts == {"a": 1}
 
 
+def test_a_download_that_breaks_off():
+    class Breaking(_Quiet):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.send_header("Last-Modified", self.date_time_string(0))
+            self.end_headers()
+            self.wfile.write(b'{"messages": []}')
+            self.close_connection = True
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Breaking) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(
+                SourceError, match=r"a\.jsonl: the download broke off \(.*\).*Try again, or copy the file first"
+            ):
+                open_source(f"http://127.0.0.1:{server.server_address[1]}/a.jsonl")
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         pass

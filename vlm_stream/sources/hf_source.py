@@ -84,6 +84,8 @@ class HFSource(Sequence[dict[str, Any]]):
             return self._convert(self.rows[number], number)
         except BadSampleError as error:
             raise self._bad(number, error.reason, str(error)) from None
+        except KeyError as error:
+            raise self._bad(number, "bad_row", f"the row has no column {error}") from None
         except ValueError as error:
             raise self._bad(number, "bad_row", str(error)) from None
 

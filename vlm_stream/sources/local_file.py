@@ -7,6 +7,7 @@ Nothing here knows what the bytes mean.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import logging
 import os
@@ -17,7 +18,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from vlm_stream.errors import MissingExtraError, SourceError
+from vlm_stream.errors import ConfigError, MissingExtraError, SourceError
 from vlm_stream.sources.media_path import absolute, is_url
 
 if TYPE_CHECKING:
@@ -153,7 +154,13 @@ def _unzstd(raw: BinaryIO) -> Iterator[bytes]:
 
 def _spill(path: str, spill_dir: str | None, owner: LocalFile) -> tuple[Path, weakref.finalize[..., Any]]:
     """Write the plain bytes into a new folder that goes away with its owner."""
-    folder = Path(tempfile.mkdtemp(prefix="vlm-stream-", dir=spill_dir))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="vlm-stream-", dir=spill_dir))
+    except OSError as error:
+        raise ConfigError(
+            f"there is no room to unpack {path}: the folder {spill_dir or tempfile.gettempdir()} cannot be written "
+            f"({error.strerror}). Give another spill_dir."
+        ) from error
     finalizer = weakref.finalize(owner, _remove, str(folder), os.getpid())
     target = folder / "plain"
     decompress = _decompressor(path)
@@ -165,6 +172,11 @@ def _spill(path: str, spill_dir: str | None, owner: LocalFile) -> tuple[Path, we
         raise _damaged(path, error) from error
     except OSError as error:
         finalizer()
+        if error.errno == errno.ENOSPC:
+            raise SourceError(
+                f"{path}: the plain bytes do not fit into {folder.parent}, which is full, so no record can be read. "
+                "Give a spill_dir with more room, or the plain file."
+            ) from error
         raise _unreadable(path, error) from error
     except BaseException:
         finalizer()

@@ -100,7 +100,9 @@ def _shopify(row: Mapping[str, Any], _: int) -> dict[str, Any]:
 
 
 def _cord(row: Mapping[str, Any], number: int, seed: int) -> dict[str, Any]:
-    truth = json.loads(row["ground_truth"])
+    truth = json.loads(row["ground_truth"]) if isinstance(row["ground_truth"], str) else None
+    if not isinstance(truth, dict):
+        raise BadSampleError("convert", "no_ground_truth", "'ground_truth' is not a JSON object")
     parses = truth.get("gt_parses")
     if parses is None and isinstance(truth.get("gt_parse"), dict):
         parses = [truth["gt_parse"]]

@@ -29,13 +29,14 @@ def open_remote(url: str) -> BinaryIO:
             f"{url}: cannot be fetched ({first_line}), so none of its records can be read. "
             "Check the URL and the credentials."
         ) from error
-    return io.BufferedReader(_Chunks(iter(result)), 1 << 20)
+    return io.BufferedReader(_Chunks(iter(result), url), 1 << 20)
 
 
 class _Chunks(io.RawIOBase):
     """An iterator of byte chunks as a raw stream."""
 
-    def __init__(self, chunks: Iterator[object]) -> None:
+    def __init__(self, chunks: Iterator[object], url: str) -> None:
+        self._url = url
         self._chunks = chunks
         self._rest = memoryview(b"")
 
@@ -44,7 +45,13 @@ class _Chunks(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while not self._rest:
-            chunk = next(self._chunks, None)
+            try:
+                chunk = next(self._chunks, None)
+            except Exception as error:  # the client's errors have no common base that stays the same over versions
+                raise SourceError(
+                    f"{self._url}: the download broke off ({str(error).strip().splitlines()[0]}), so its records "
+                    "cannot be read. Try again, or copy the file first."
+                ) from error
             if chunk is None:
                 return 0
             self._rest = memoryview(bytes(chunk))  # type: ignore[call-overload]
