@@ -80,8 +80,8 @@ def masked_by_transformers(processor, conversation) -> tuple[np.ndarray, np.ndar
         conversation, tokenize=True, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
     )
     ids, mask = out["input_ids"][0].numpy(), np.asarray(out["assistant_masks"][0], dtype=bool)
-    # Where a template writes no end of turn, the token that the model stops at opens the next turn; an empty answer then
-    # consists of that token alone.
+    # Where a template writes no end of turn, the token that the model stops at opens the next turn; an empty answer
+    # then consists of that token alone.
     follows = np.zeros_like(mask)
     follows[1:] = mask[:-1] & ~mask[1:]
     opening = processor.tokenizer("<|assistant|>\n", add_special_tokens=False)["input_ids"]

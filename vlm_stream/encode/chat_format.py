@@ -145,7 +145,7 @@ def _learn(processor: Any, template: str | None) -> ChatFormat:
     control |= {text.strip() for text in (header, *openers) if text.strip() and not _added_in(text, added)}
     return ChatFormat(
         header=header,
-        header_pattern=_header_pattern(header, chat),
+        header_pattern=_header_pattern(header, chat, stops),
         closing=scaffold[-1],
         end_pattern=_alternation({opener.rstrip() for opener in openers}),
         chat_ids={token: added[token] for token in chat},
@@ -185,18 +185,16 @@ def _scaffold(processor: Any, form: ContentForm, added: dict[str, int]) -> tuple
     return header, scaffold
 
 
-def _header_pattern(header: str, chat: Iterable[str]) -> re.Pattern[str] | None:
-    """Return what finds headers; one that names its role in plain text may follow any chat token."""
+def _header_pattern(header: str, chat: Iterable[str], stops: Iterable[str]) -> re.Pattern[str] | None:
+    """Return what finds headers; one that names its role in plain text may follow any chat token, or open the text."""
     solid = header.rstrip()
     if not solid:
         return None
-    before = next((token for token in chat if solid.startswith(token)), "")
-    rest = solid[len(before) :]
-    is_named_after_turn = before and rest.lstrip() != rest  # blanks after the token: it closed the turn before
-    if not is_named_after_turn:
+    closes_turn_before = next((token for token in stops if solid.startswith(token)), None)
+    if closes_turn_before is None:
         return re.compile(re.escape(solid))
     tokens = "|".join(map(re.escape, sorted(chat, key=len, reverse=True)))
-    return re.compile(rf"(?:{tokens})\s*{re.escape(rest.lstrip())}")
+    return re.compile(rf"(?:\A|{tokens})\s*{re.escape(solid[len(closes_turn_before) :].lstrip())}")
 
 
 def _other_role(processor: Any, form: ContentForm, role: str) -> list[str]:
