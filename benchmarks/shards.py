@@ -92,32 +92,49 @@ def time_conversion(data: Path, out: Path, workers: int, samples_per_shard: int)
 
 
 def run_speed(args: argparse.Namespace) -> None:
-    """Print MB/s and ratios."""
+    """Print ratios: one worker in this process, warm, in short alternations; then whole runs of several workers."""
+    from vlm_stream.shards import make_shards
+
     folder = Path(tempfile.mkdtemp(dir=args.folder, prefix="bench-shards-"))
     try:
-        data = make_input(folder, args.samples)
-        megabytes = sum(path.stat().st_size for path in (folder / "media").iterdir()) / 1e6
-        print(f"{args.samples} samples, {megabytes:.0f} MB of JPEG, {args.per_shard} samples per shard")
-        plain: list[tuple[float, float]] = []
-        ours: dict[int, list[tuple[float, float]]] = {workers: [] for workers in args.workers}
+        small = make_input(folder / "small", args.per_shard)
+        print(f"one worker, {args.repeats} alternations of {args.per_shard} samples ({_megabytes(small):.0f} MB)")
+        measured: dict[str, list[tuple[float, float]]] = {"tarfile": [], "make_shards": []}
         for repeat in range(args.repeats):
-            plain.append(copy_with_tarfile(data, folder / f"plain{repeat}", args.per_shard))
-            shutil.rmtree(folder / f"plain{repeat}")
-            for workers in args.workers:
-                out = folder / f"ours{repeat}-{workers}"
-                ours[workers].append(time_conversion(data, out, workers, args.per_shard))
-                shutil.rmtree(out)
-        base, base_cpu = (min(times) for times in zip(*plain, strict=True))
-        print(f"{'':26}{'seconds':>9}{'MB/s':>7}{'ratio':>7}{'CPU s':>8}{'CPU ratio':>11}")
-        print(f"{'tarfile, one process':26}{base:9.2f}{megabytes / base:7.0f}{1:7.2f}{base_cpu:8.2f}{1:11.2f}")
-        for workers, measured in ours.items():
-            best, cpu = (min(times) for times in zip(*measured, strict=True))
-            print(
-                f"{f'make_shards, {workers} worker(s)':26}{best:9.2f}{megabytes / best:7.0f}{base / best:7.2f}"
-                f"{cpu:8.2f}{base_cpu / cpu:11.2f}"
-            )
+            out = folder / f"out{repeat}"
+            measured["tarfile"].append(copy_with_tarfile(small, out, args.per_shard))
+            shutil.rmtree(out)
+            begin, cpu = time.perf_counter(), time.process_time()
+            make_shards(small, out, media_dir=str(small.parent), samples_per_shard=args.per_shard)
+            measured["make_shards"].append((time.perf_counter() - begin, time.process_time() - cpu))
+            shutil.rmtree(out)
+        _print_rows(measured, _megabytes(small))
+        large = make_input(folder / "large", args.samples)
+        print(
+            f"\nwhole runs, {args.samples} samples ({_megabytes(large):.0f} MB), processes started and modules imported"
+        )
+        measured = {"tarfile": [copy_with_tarfile(large, folder / "plain", args.per_shard)]}
+        for workers in args.workers:
+            out = folder / f"out-{workers}"
+            measured[f"{workers} worker(s)"] = [time_conversion(large, out, workers, args.per_shard)]
+            shutil.rmtree(out)
+        _print_rows(measured, _megabytes(large))
     finally:
         shutil.rmtree(folder)
+
+
+def _megabytes(data: Path) -> float:
+    return sum(path.stat().st_size for path in (data.parent / "media").iterdir()) / 1e6
+
+
+def _print_rows(measured: dict[str, list[tuple[float, float]]], megabytes: float) -> None:
+    """Print the best wall-clock and CPU seconds of each, and their ratios to the first."""
+    best = {name: [min(times) for times in zip(*runs, strict=True)] for name, runs in measured.items()}
+    base, base_cpu = next(iter(best.values()))
+    print(f"{'':16}{'seconds':>9}{'MB/s':>7}{'ratio':>7}{'CPU s':>8}{'CPU ratio':>11}")
+    for name, (seconds, cpu) in best.items():
+        rates = f"{seconds:9.3f}{megabytes / seconds:7.0f}{base / seconds:7.2f}{cpu:8.3f}{base_cpu / cpu:11.2f}"
+        print(f"{name:16}{rates}", flush=True)
 
 
 def run_memory(args: argparse.Namespace) -> None:
@@ -176,7 +193,7 @@ def main() -> None:
     speed.add_argument("--samples", type=int, default=2000)
     speed.add_argument("--per-shard", type=int, default=250)
     speed.add_argument("--workers", type=numbers, default=[1, 2])
-    speed.add_argument("--repeats", type=int, default=3)
+    speed.add_argument("--repeats", type=int, default=30)
     speed.add_argument("--folder")
     memory = commands.add_parser("memory")
     memory.add_argument("--records", type=numbers, default=[100_000, 1_000_000])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import io
 import json
+import shutil
+import subprocess
 import tarfile
 import warnings
 from pathlib import Path
@@ -99,3 +101,14 @@ def test_finished_target_is_not_written_to(toy_meta: Path, toy_shards: Path, dig
         make_shards(toy_meta, toy_shards, samples_per_shard=65, resume=True)
     assert make_shards(toy_meta, toy_shards, samples_per_shard=64, resume=True).num_kept == 4
     assert digests(toy_shards) == before
+
+
+@pytest.mark.skipif(shutil.which("energon") is None, reason="megatron-energon is not installed")
+def test_energon_prepares_the_shards(toy_shards: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(toy_shards, tmp_path / "copy")
+    command = ["energon", "prepare", copy, "--non-interactive", "--split-ratio", "1,0,0"]
+    subprocess.run(
+        [*command, "--sample-type", "CrudeWebdataset", "--num-workers", "1"], check=True, capture_output=True
+    )
+    info = json.loads((copy / ".nv-meta" / ".info.json").read_text())
+    assert list(info["shard_counts"].values()) == [64, 64, 64, 8]

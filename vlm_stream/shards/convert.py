@@ -7,8 +7,8 @@ Nothing here touches a medium or a tar.
 
 from __future__ import annotations
 
-import logging
 import os
+import shutil
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from vlm_stream.storage import Store
 
 __all__ = ["ShardReport", "make_shards"]
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +225,7 @@ def _finish(store: Store, job: Job, parts: dict[int, ShardPart], manifest: Manif
     save_manifest(store, manifest)
     remove_job(store)
     if is_local(store):
-        _remove_folder(Path(store.root, JOB_FOLDER))
+        _sweep(Path(store.root))
     return manifest
 
 
@@ -241,11 +239,11 @@ def _flush(store: Store, manifest: Manifest) -> None:
             os.close(descriptor)
 
 
-def _remove_folder(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:
-        _LOG.warning("%s is not empty and stays; it can be removed", folder)
+def _sweep(folder: Path) -> None:
+    """Remove what writers that were killed have left: unfinished tars of ours, unfinished writes of the local store."""
+    shutil.rmtree(folder / JOB_FOLDER, ignore_errors=True)
+    for path in folder.glob(".vlm-stream-*"):
+        path.unlink(missing_ok=True)
 
 
 def _report(root: str, manifest: Manifest, num_records: int, num_kept: int, begin: float) -> ShardReport:

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlm_stream.errors import BadSampleError
+from vlm_stream.errors import BadSampleError, StorageError
 from vlm_stream.ledger import BadSample
 from vlm_stream.shards.counting import SampleCounter, open_counter
 from vlm_stream.shards.index import decode_index, encode_index
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["ShardContext", "ShardPart", "ShardTask", "is_local", "write_shard"]
 
 _LOG = logging.getLogger(__name__)
-_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +98,7 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
     reader = _open_reader(context.confine_media, context.store)
     bad: list[BadSample] = []
     with _staged(store, name) as path:
-        with path.open("wb", buffering=_BUFFER_BYTES) as file:
+        with path.open("wb", buffering=0) as file:
             writer = ShardWriter(file)
             for record in task.records.tolist():
                 _add_record(writer, context.source, record, reader, counter, bad)
@@ -181,6 +180,11 @@ def _staged(store: Store, name: str) -> Iterator[Path]:
     os.close(descriptor)
     try:
         yield Path(path)
+    except OSError as error:
+        raise StorageError(
+            f"{name} could not be written ({error.strerror or error}); what is finished is kept. "
+            f"Free some space in {folder or tempfile.gettempdir()}, and go on with --resume."
+        ) from error
     finally:
         Path(path).unlink(missing_ok=True)
 
