@@ -1,7 +1,7 @@
 """Families whose processors are remote code, with the smallest faithful stand-ins; and phi4, gemma4, omni, nemotron.
 
-STAND-INS: `KimiVLProcessor`, `KimiK25Processor`, `NemotronParseProcessor` and Phi-4's remote class ship in no wheel. The
-classes here have their names and call signatures, a real tokenizer, and toy image parts.
+STAND-INS: `KimiVLProcessor`, `KimiK25Processor` and `NemotronParseProcessor` ship in no wheel. The classes here have
+their names and call signatures, a real tokenizer, and toy image parts.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class NemotronParseProcessor:
         from vlm_stream.testing.tokenizer import train_tokenizer
 
         tokens = ("<s>", "</s>", "<pad>", "<predict_bbox>", "<predict_classes>", "<output_markdown>")
-        self.tokenizer = train_tokenizer(tokens, eos_token="</s>", pad_token="<pad>", bos_token="<s>")
+        self.tokenizer = train_tokenizer(tokens, eos="</s>", pad="<pad>", bos="<s>")
 
     def __call__(self, images, text, padding, return_tensors):
         out = dict(
@@ -190,7 +190,7 @@ def test_nemotron_parse():
     assert "n_images_per_sample" not in nemotron_parse_collate_fn([example("no page")], processor)
     processor.tokenizer.pad_token = None
     processor.tokenizer.padding_side = "right"
-    with pytest.raises(ValueError, match="no padding token|padding token"):
+    with pytest.raises(ValueError, match="names no padding token"):
         nemotron_parse_collate_fn([example("", image())], processor)
 
 

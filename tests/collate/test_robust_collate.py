@@ -41,6 +41,6 @@ def test_retries_are_used_up():
         calls.append(len(batch))
         raise ValueError("never works")
 
-    with pytest.raises(RuntimeError, match="Collate failed after 4 retries.*never works"):
+    with pytest.raises(RuntimeError, match=r"Collate failed after 4 retries.*never works"):
         make_robust_collate(DATASET, never, max_retries=4)(DATASET[:2])
     assert calls == [2, 2, 2, 2]

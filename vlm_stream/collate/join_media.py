@@ -35,36 +35,35 @@ def join_media(rows: Sequence[Mapping[str, Any]], *, pixel_dtype: torch.dtype | 
     batch = {}
     for key in media_keys(rows):
         parts = [row[key] for row in rows if row.get(key) is not None]
-        joined = join_parts(parts)
-        if pixel_dtype is not None and key in PIXEL_KEYS:
-            joined = joined.to(pixel_dtype) if isinstance(joined, torch.Tensor) else [p.to(pixel_dtype) for p in joined]
-        batch[key] = joined
+        batch[key] = join_parts(parts, pixel_dtype if key in PIXEL_KEYS else None)
     return batch
 
 
-def join_parts(parts: Sequence[Any]) -> Any:
+def join_parts(parts: Sequence[Any], dtype: torch.dtype | None = None) -> Any:
     """Join tensors along axis 0, lists of tensors into one flat list, lists of numbers into one tensor.
 
     Raises:
         TypeError: When some parts are tensors and others lists of tensors.
     """
     if all(isinstance(part, torch.Tensor) for part in parts):
-        return _cat_padded(parts)
+        return _cat_padded(parts, dtype)
     lists = [part for part in parts if not isinstance(part, torch.Tensor)]
     if not any(isinstance(entry, torch.Tensor) for part in lists for entry in part):
-        return _cat_padded([torch.as_tensor(part) for part in parts])
+        return _cat_padded([torch.as_tensor(part) for part in parts], dtype)
     if len(lists) < len(parts):
         raise TypeError("Some rows hold pixels as one tensor and others as a list of tensors; they cannot be joined.")
-    return [entry for part in parts for entry in part]
+    return [entry if dtype is None else entry.to(dtype) for part in parts for entry in part]
 
 
-def _cat_padded(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _cat_padded(parts: Sequence[torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
+    """Join and convert in one pass over the memory: pixels are the largest thing that a worker touches."""
+    dtype = dtype or parts[0].dtype
     if len(parts) == 1:
-        return parts[0]
-    if len({part.shape[1:] for part in parts}) == 1:
-        return torch.cat(list(parts), dim=0)
+        return parts[0].to(dtype)
     largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-    out = parts[0].new_zeros((sum(len(part) for part in parts), *largest))
+    is_ragged = len({part.shape[1:] for part in parts}) > 1
+    make = torch.zeros if is_ragged else torch.empty
+    out = make((sum(len(part) for part in parts), *largest), dtype=dtype, device=parts[0].device)
     begin = 0
     for part in parts:
         place = (slice(begin, begin + len(part)), *(slice(0, size) for size in part.shape[1:]))

@@ -1,0 +1,278 @@
+"""Where the time of one encoding worker goes, and what our layer adds to the processor's own work.
+
+Run by hand: `python benchmarks/encode.py`. One thread, one run, processor time (not wall time, which other processes
+lengthen), best of interleaved repetitions (medians in the profile); read the ratios.
+Prints four tables: overhead of `Encoder.encode`, labels against a per-token loop, the profile of one worker on 1024x768
+JPEGs, and JPEG draft decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageFilter
+
+from vlm_stream.collate import pad_collate_fn
+from vlm_stream.encode import IGNORE, EncodeConfig, Encoder
+from vlm_stream.encode.call_processor import call_processor
+from vlm_stream.encode.chat_format import Rendered, render_template
+from vlm_stream.encode.labels import label_answers
+from vlm_stream.encode.load_media import LoadedMedia
+from vlm_stream.encode.marker_scan import find_marker, scan_markers
+from vlm_stream.media import ImageConfig, decode_image
+from vlm_stream.testing import build_processor
+from vlm_stream.tokens.resize import smart_resize_image
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def photo(height: int, width: int, seed: int = 0, quality: int = 90) -> bytes:
+    """Return a JPEG with about as much detail as a photograph (0.2 bytes a pixel)."""
+    rng = np.random.default_rng(seed)
+    noise = Image.fromarray(rng.integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8))
+    picture = noise.resize((width, height), Image.Resampling.BICUBIC).filter(ImageFilter.GaussianBlur(2))
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=quality)
+    return buffer.getvalue()
+
+
+def chat(num_turns: int, words: int, image: bool) -> list[dict[str, Any]]:
+    """Return a conversation about as long as the published means."""
+    turns: list[dict[str, Any]] = []
+    for turn in range(num_turns):
+        items = [{"type": "image", "image": "0.jpg"}] if image and turn == 0 else []
+        turns.append({"role": "user", "content": [*items, {"type": "text", "text": "What is in this image? " * 3}]})
+        turns.append({"role": "assistant", "content": [{"type": "text", "text": "It is a red square. " * words}]})
+    return turns
+
+
+def interleaved(functions: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:
+    """Return the least seconds of each function, which noise only lengthens; they take turns."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for function in functions.values():
+        function()
+    for _ in range(repetitions):
+        for name, function in functions.items():
+            begin = time.process_time()
+            function()
+            times[name].append(time.process_time() - begin)
+    return {name: min(values) for name, values in times.items()}
+
+
+def table(title: str, rows: list[tuple[str, ...]]) -> None:
+    """Print one table."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    print(f"\n{title}")
+    for row in rows:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def overhead(repetitions: int) -> None:
+    """Compare `encode` with decoding, rendering and calling the processor by hand."""
+    rows = [("sample", "processor ms", "encode ms", "ours ms", "ours / processor")]
+    for family in ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava_onevision"):
+        for name, with_image in (("1024x768 JPEG", True), ("text only", False)):
+            processor = build_processor(family)
+            encoder = Encoder(processor)
+            conversation, members = chat(3, 20, with_image), {"0.jpg": photo(768, 1024)}
+
+            def by_hand(e: Encoder = encoder, c: Any = conversation, m: Any = members, w: bool = with_image) -> Any:
+                loaded = LoadedMedia(images=[decode_image(m["0.jpg"])] if w else [])
+                return call_processor(e.processor, [render_template(e.processor, c)], [loaded], {})
+
+            def ours(e: Encoder = encoder, c: Any = conversation, m: Any = members) -> Any:
+                return e.encode(c, m)
+
+            times = interleaved({"hand": by_hand, "ours": ours}, repetitions)
+            extra = times["ours"] - times["hand"]
+            rows.append(
+                (
+                    f"{family}, {name}",
+                    f"{times['hand'] * 1e3:.2f}",
+                    f"{times['ours'] * 1e3:.2f}",
+                    f"{extra * 1e3:.3f}",
+                    f"{extra / times['hand']:.1%}",
+                )
+            )
+    table("Overhead of our layer (labels, checks, typed markers) over decode + template + processor", rows)
+
+
+def loop_scan(ids: torch.Tensor, marker: list[int], stop: int) -> torch.Tensor:
+    """Label one token at a time over a tensor, as a direct implementation does."""
+    labels, position = torch.full_like(ids, IGNORE), 0
+    while position < len(ids):
+        if position + len(marker) <= len(ids) and ids[position : position + len(marker)].tolist() == marker:
+            position += len(marker)
+            while position < len(ids):
+                labels[position] = ids[position]
+                position += 1
+                if ids[position - 1].item() == stop:
+                    break
+        else:
+            position += 1
+    return labels
+
+
+def labels(repetitions: int) -> None:
+    """Compare label building with the loop at 32k tokens."""
+    processor = build_processor("qwen2_5_vl")
+    encoder = Encoder(processor, EncodeConfig())
+    conversation = chat(40, 135, False)
+    rendered: Rendered = encoder.render(conversation)[0]
+    ids = processor.tokenizer(rendered.text, return_tensors="pt")["input_ids"][0][:32768]
+    text = rendered.text
+    marker = find_marker(processor)
+    if marker is None:
+        raise SystemExit("the processor has no answer marker")
+    array, train = ids.numpy(), [True] * 40
+    while len(encoder.processor.tokenizer(text)["input_ids"]) > 32768:
+        conversation = conversation[:-2]
+        train = train[:-1]
+        rendered = encoder.render(conversation)[0]
+        text = rendered.text
+    array = processor.tokenizer(text, return_tensors="np")["input_ids"][0]
+    ids = torch.from_numpy(array)
+    assert torch.equal(
+        loop_scan(ids, list(marker.ids), marker.stop_id),
+        torch.from_numpy(label_answers(processor, encoder.chat, rendered, array, train)),
+    )
+    loop = interleaved({"loop": lambda: loop_scan(ids, list(marker.ids), marker.stop_id)}, 3)["loop"]
+    times = interleaved(
+        {
+            "labels from the rendered text": lambda: label_answers(processor, encoder.chat, rendered, array, train),
+            "vectorised marker scan": lambda: scan_markers(array, marker, processor.tokenizer, conversation),
+        },
+        repetitions,
+    )
+    rows = [(f"{len(ids)} tokens, {len(train)} answers", "ms", "times faster than the loop")]
+    rows.append(("per-token loop", f"{loop * 1e3:.1f}", "1"))
+    rows += [(name, f"{seconds * 1e3:.2f}", f"{loop / seconds:.0f}") for name, seconds in times.items()]
+    table("Labels", rows)
+
+
+def profile(repetitions: int) -> None:
+    """Print where one worker's time goes on 1024x768 JPEGs, Qwen2.5-VL."""
+    processor = build_processor("qwen2_5_vl")
+    spent: dict[str, list[float]] = defaultdict(list)
+    part = processor.image_processor
+    names = {
+        "_prepare_image_like_inputs": "PIL to tensor",
+        "resize": "resize",
+        "rescale_and_normalize": "normalise",
+        "patchify": "patchify",
+    }
+    for method, label in names.items():
+        setattr(part, method, _timed(getattr(part, method), spent[label]))
+    encoder = Encoder(processor)
+    conversation, samples = chat(3, 20, True), []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "0.jpg"
+        path.write_bytes(photo(768, 1024))
+        text = ""
+        for _ in range(repetitions):
+            data = _clock(spent["read"], path.read_bytes)
+            _clock(spent["decode JPEG"], lambda d=data: decode_image(d))
+            text = _clock(spent["chat template"], lambda: render_template(processor, conversation))
+            sample = _clock(spent["encode, whole"], lambda d=data: encoder.encode(conversation, {"0.jpg": d}))
+            expanded = text.replace(
+                "<|image_pad|>", "<|image_pad|>" * int((sample["input_ids"] == processor.image_token_id).sum())
+            )
+            _clock(spent["tokenise"], lambda e=expanded: processor.tokenizer([e], return_tensors="pt"))
+            array = sample["input_ids"].numpy()
+            rendered = Rendered(text)
+            _clock(
+                spent["labels"], lambda r=rendered, a=array: label_answers(processor, encoder.chat, r, a, [True] * 3)
+            )
+            samples = [*samples, sample][-4:]
+            if len(samples) == 4:
+                _clock(
+                    spent["collate (bfloat16), per sample"], lambda s=samples: pad_collate_fn(s, processor), divide=4
+                )
+    whole = median(spent["encode, whole"]) + median(spent["read"]) + median(spent["collate (bfloat16), per sample"])
+    parts = {name: median(values) for name, values in spent.items() if name != "encode, whole"}
+    rows = [("stage", "ms", "share")]
+    rows += [
+        (name, f"{seconds * 1e3:.2f}", f"{seconds / whole:.1%}")
+        for name, seconds in sorted(parts.items(), key=lambda p: -p[1])
+    ]
+    rest = whole - sum(parts.values())
+    rows += [
+        ("rest of the processor and of encode", f"{rest * 1e3:.2f}", f"{rest / whole:.1%}"),
+        ("whole", f"{whole * 1e3:.2f}", ""),
+    ]
+    table("One worker, one thread, 1024x768 JPEG (1,036 x 756 after resizing), 3 turns, Qwen2.5-VL", rows)
+
+
+def draft(repetitions: int) -> None:
+    """Compare whole and scaled JPEG decoding for images of which the processor keeps at most half."""
+    rows = [("JPEG", "whole ms", "draft ms", "speed", "mean difference of 255 after resizing", "largest")]
+
+    def target(height: int, width: int) -> tuple[int, int]:
+        high, wide = smart_resize_image(height, width, 28, 3136, 1003520)
+        return int(high), int(wide)
+
+    for height, width in ((2304, 3072), (3072, 4096), (4800, 6400)):
+        data = photo(height, width)
+        config = ImageConfig(draft=target)
+        times = interleaved(
+            {"whole": lambda d=data: decode_image(d), "draft": lambda d=data, c=config: decode_image(d, c)},
+            max(3, repetitions // 10),
+        )
+        size = target(height, width)[::-1]
+        images = [decode_image(data).resize(size, 3), decode_image(data, config).resize(size, 3)]
+        difference = np.abs(np.asarray(images[0], dtype=float) - np.asarray(images[1], dtype=float))
+        speed = times["whole"] / times["draft"]
+        rows.append(
+            (
+                f"{width}x{height}",
+                f"{times['whole'] * 1e3:.1f}",
+                f"{times['draft'] * 1e3:.1f}",
+                f"{speed:.2f}x",
+                f"{difference.mean():.2f}",
+                f"{difference.max():.0f}",
+            )
+        )
+    table("JPEG draft decoding", rows)
+
+
+def _timed(function: Callable[..., Any], into: list[float]) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin = time.process_time()
+        out = function(*args, **kwargs)
+        into.append(time.process_time() - begin)
+        return out
+
+    return timed
+
+
+def _clock(into: list[float], function: Callable[[], Any], divide: int = 1) -> Any:
+    begin = time.process_time()
+    out = function()
+    into.append((time.process_time() - begin) / divide)
+    return out
+
+
+def main() -> None:
+    """Run all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=60)
+    repetitions = parser.parse_args().repetitions
+    torch.set_num_threads(1)
+    overhead(repetitions)
+    labels(repetitions)
+    profile(repetitions)
+    draft(repetitions)
+
+
+if __name__ == "__main__":
+    main()
