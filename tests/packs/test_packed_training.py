@@ -172,6 +172,8 @@ def test_misfits_are_refused(kinds: Kinds) -> None:
         build_hf_pack([samples["text"]], pad_to=20)
     with pytest.raises(ConfigError, match="'mask4' is no way to keep documents apart; did you mean 'mask4d'"):
         build_hf_pack([samples["text"]], attention="mask4")
+    with pytest.raises(ConfigError, match="position rule gave 2 rows per token"):
+        build_hf_pack([samples["text"]], positions=lambda sample: torch.zeros(2, len(sample["input_ids"])))
     half = samples["images"] | {"attention_mask": samples["images"]["attention_mask"].clone()}
     half["attention_mask"][5] = 0
     with pytest.raises(BadSampleError, match="hides 1 tokens and shows media tokens"):
