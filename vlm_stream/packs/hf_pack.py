@@ -53,7 +53,8 @@ def build_hf_pack(
         positions: `PositionRule` or `ModelPositions` for families with multi-axis positions; None for all others.
         pad_to: Length of the row; without it the row is as long as its documents.
         hf_labels: Labels for transformers' own loss. False: already shifted, for trainers whose loss does not.
-        attention: One of `ATTENTION_FORMS`.
+        attention: One of `ATTENTION_FORMS`. The mask forms are for plain causal models: a mask that is given replaces
+            sliding windows and attention within images.
 
     Returns:
         `input_ids`, `labels` and token types `[1, L]`; `position_ids` `[4, 1, L]` with a rule, else `[1, L]`;
@@ -65,6 +66,12 @@ def build_hf_pack(
     if attention not in ATTENTION_FORMS:
         raise ConfigError(
             f"attention={attention!r} is no way to keep documents apart; {nearest_name(attention, ATTENTION_FORMS)}"
+        )
+    if attention in MASK_DTYPES and any(sample.get("token_type_ids") is not None for sample in samples):
+        raise ConfigError(
+            f"attention={attention!r} says that a token sees what is before it, and samples with token_type_ids are "
+            f"of a family whose image tokens see each other; it would train another model. Use "
+            f"attention='positions'."
         )
     documents = as_documents([_with_positions(sample, positions) for sample in samples])
     length = sum(len(document["input_ids"]) for document in documents)
