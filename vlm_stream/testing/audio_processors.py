@@ -53,13 +53,12 @@ def build_phi4_multimodal(parts: Parts) -> Any:
         image="<|image|>",
         audio="<|audio|>",
     )
-    processor = transformers_class("Phi4MultimodalProcessor")(
+    return transformers_class("Phi4MultimodalProcessor")(
         image_processor=parts.make_image("Phi4MultimodalImageProcessor"),
         audio_processor=parts.make_audio("Phi4MultimodalFeatureExtractor"),
         tokenizer=train_tokenizer(tokens, eos="<|endoftext|>", pad="<|endoftext|>", named_tokens=named),
+        chat_template=parts.write_template(style),
     )
-    processor.chat_template = parts.write_template(style)  # its constructor takes no template
-    return processor
 
 
 def build_gemma4(parts: Parts, prefix: str = "Gemma4") -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import ConfigError, nearest_name
@@ -98,7 +99,62 @@ def _build_qwen3_vl(processor: Any) -> Any:
     return transformers_class("Qwen3VLForConditionalGeneration")(config)
 
 
+def _build_gemma3(processor: Any) -> Any:
+    side = _read_side(processor.image_processor)
+    tokens_along = math.isqrt(processor.image_seq_length)
+    patch = side // tokens_along  # the projector pools the grid of patches down to the tokens
+    vision = _siglip_config(side, patch)
+    text = _text_config(processor, head_dim=16, sliding_window=4096, bos_token_id=processor.tokenizer.bos_token_id)
+    tokenizer = processor.tokenizer
+    config = transformers_class("Gemma3Config")(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=processor.image_seq_length,
+        boi_token_index=tokenizer.boi_token_id,
+        eoi_token_index=tokenizer.eoi_token_id,
+        image_token_index=tokenizer.image_token_id,
+    )
+    model = transformers_class("Gemma3ForConditionalGeneration")(config)
+    # Born as zeros, for a checkpoint to fill: images would neither be seen nor learnt from.
+    model.model.multi_modal_projector.mm_input_projection_weight.data.normal_(std=0.02)
+    return model
+
+
+def _build_llava_onevision(processor: Any) -> Any:
+    side = _read_side(processor.image_processor)
+    vision = {**_siglip_config(side, side // math.isqrt(processor.num_image_tokens)), "vision_use_head": False}
+    config = transformers_class("LlavaOnevisionConfig")(
+        text_config={"model_type": "qwen2", **_text_config(processor)},
+        vision_config={"model_type": "siglip_vision_model", **vision},
+        image_token_id=processor.image_token_id,
+        video_token_id=processor.video_token_id,
+        vision_feature_select_strategy=processor.vision_feature_select_strategy,
+        vision_feature_layer=-1,
+        vision_aspect_ratio=processor.vision_aspect_ratio,
+        image_grid_pinpoints=processor.image_processor.image_grid_pinpoints,
+    )
+    return transformers_class("LlavaOnevisionForConditionalGeneration")(config)
+
+
+def _siglip_config(side: int, patch: int) -> dict[str, Any]:
+    return {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": side,
+        "patch_size": patch,
+    }
+
+
+def _read_side(image_processor: Any) -> int:
+    size = image_processor.size
+    return int(size["height"])
+
+
 _BUILDERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "gemma3": _build_gemma3,
+    "llava_onevision": _build_llava_onevision,
     "qwen2_5_vl": _build_qwen2_5_vl,
     "qwen2_vl": _build_qwen2_vl,
     "qwen3_vl": _build_qwen3_vl,

@@ -167,7 +167,7 @@ def build_llava_onevision(parts: Parts) -> Any:
 
 def build_smolvlm(parts: Parts) -> Any:
     """Build SmolVLM's processor (its class writes durations in words and needs num2words for it)."""
-    require_package("num2words", "dev", "The SmolVLM processor")
+    require_package("num2words", "video", "The SmolVLM processor")
     places = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
     tokens = (
         "<|endoftext|>",

@@ -21,7 +21,7 @@ class MediaColumns:
     """Text counts and media sizes of n samples, straight from an index."""
 
     text_tokens: npt.NDArray[np.int64]
-    """[n] Tokens of the sample without its media, one for every media placeholder."""
+    """[n] Everything but embeddings, plus one for every medium: the rendered chat, marks around media, timestamps."""
     image_splits: npt.NDArray[np.int64]
     """[n + 1]"""
     image_sizes: npt.NDArray[np.int64]
@@ -51,9 +51,9 @@ class TokenColumns:
     """What n samples cost a model, by the geometry of its processor."""
 
     tokens: npt.NDArray[np.int64]
-    """[n] Length of `input_ids`."""
+    """[n] Length of `input_ids`: `text_tokens`, plus the embeddings of all media, minus the number of media."""
     vision_tokens: npt.NDArray[np.int64]
-    """[n] How many of them stand for images and videos."""
+    """[n] How many of them are embeddings of images and videos."""
     vision_patches: npt.NDArray[np.int64]
     """[n] Patches that enter the vision tower."""
     vision_squares: npt.NDArray[np.float64]

@@ -71,12 +71,12 @@ def fake_image_tokens(geometry: Geometry) -> int:
 def _count_images(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
     per_row = np.diff(columns.image_splits)
     siblings = np.repeat(per_row, per_row)  # [images]
-    heights, widths = columns.image_sizes[:, 0], columns.image_sizes[:, 1]
+    heights, widths = (columns.image_sizes[:, place].astype(np.int64) for place in range(2))
     return (geometry.image or UnknownMedium()).count_images(heights, widths, siblings)
 
 
 def _count_videos(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
-    total, heights, widths = (columns.video_sizes[:, place] for place in range(3))
+    total, heights, widths = (columns.video_sizes[:, place].astype(np.int64) for place in range(3))
     frames = count_frames(
         total, columns.video_fps, geometry.frames, seconds=columns.video_seconds, picked=columns.video_picked
     )
@@ -85,7 +85,8 @@ def _count_videos(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
 
 def _count_audios(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
     rule = geometry.audio or UnknownMedium()
-    samples = resample_length(columns.audio_sizes[:, 0], columns.audio_sizes[:, 1], rule.sampling_rate)
+    samples, rates = (columns.audio_sizes[:, place].astype(np.int64) for place in range(2))
+    samples = resample_length(samples, rates, rule.sampling_rate)
     per_row = np.diff(columns.audio_splits)
     longest = np.zeros(len(per_row), np.int64)
     np.maximum.at(longest, np.repeat(np.arange(len(per_row)), per_row), samples)

@@ -10,9 +10,17 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.errors import ConfigError
-from vlm_stream.tokens.frames import FrameRule
 from vlm_stream.tokens.geometry import Geometry
+from vlm_stream.tokens.processor_parts import (
+    Part,
+    audio_part,
+    image_part,
+    read_cap,
+    read_frame_rule,
+    read_grid,
+    read_pixel_limits,
+    video_part,
+)
 from vlm_stream.tokens.rules.anyres import AnyresImage
 from vlm_stream.tokens.rules.audio import ChunkedAudio, ConvolvedMel, FilterBank, SubsampledMel, WindowedMel
 from vlm_stream.tokens.rules.crops import RowCrops, WindowCrops
@@ -32,94 +40,23 @@ _log = logging.getLogger(__name__)
 
 _VIT_PATCH: Final = 14
 """Pixels along a patch of the towers whose processors do not tell (InternViT, SigLIP so400m)."""
-_DEFAULT_FPS: Final = 2.0
-"""Processors without a rate of their own would take every frame of a file: 10 s of 720p would be 108,029 tokens."""
-
-
-class _Part:
-    """One part of a processor, seen as its processor will call it: class-wide defaults win over the part's config."""
-
-    def __init__(self, processor: Any, name: str, modality: str) -> None:
-        self._part = getattr(processor, name, None)
-        declared = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", None) or {}
-        self._overrides = declared.get(modality, {})
-        self._owner = f"{type(processor).__name__}.{name}"
-
-    def read(self, name: str, default: Any = None) -> Any:
-        """Return a setting; a present None reads as the default."""
-        value = self._overrides.get(name)
-        if value is None:
-            value = getattr(self._part, name, None)
-        return default if value is None else value
-
-    def read_size(self, *names: str, default: int | None = None) -> int:
-        """Return the first of these keys that the part's `size` (a dict or an object) holds."""
-        size = self.read("size")
-        for name in names:
-            value = size.get(name) if hasattr(size, "get") else getattr(size, name, None)
-            if value:
-                return int(value)
-        if default is None:
-            raise ConfigError(
-                f"{self._owner} has no {' or '.join(names)} in its size ({size!r}), so its tokens cannot be counted. "
-                "Complete the processor's config."
-            )
-        return default
-
-
-def _image(processor: Any) -> _Part:
-    return _Part(processor, "image_processor", "images_kwargs")
-
-
-def _video(processor: Any) -> _Part:
-    return _Part(processor, "video_processor", "videos_kwargs")
-
-
-def _audio(processor: Any, name: str = "feature_extractor") -> _Part:
-    return _Part(processor, name, "audio_kwargs")
-
-
-def _frame_rule(part: _Part, temporal_patch_size: int, max_frames: int | None = None) -> FrameRule:
-    most = max_frames or part.read("max_frames", 768)
-    return FrameRule(
-        fps=float(part.read("fps", _DEFAULT_FPS)),
-        min_frames=min(int(part.read("min_frames", 4)), int(most)),
-        max_frames=int(most),
-        temporal_patch_size=temporal_patch_size,
-    )
-
-
-def _pixel_limits(part: _Part) -> dict[str, int]:
-    """Return the limits of a Qwen-like part; old versions keep them as attributes beside `size`."""
-    return {
-        "min_pixels": int(part.read("min_pixels") or part.read_size("min_pixels", "shortest_edge")),
-        "max_pixels": int(part.read("max_pixels") or part.read_size("max_pixels", "longest_edge")),
-    }
-
-
-def _grid(part: _Part) -> dict[str, int]:
-    return {"patch_size": int(part.read("patch_size")), "merge_size": int(part.read("merge_size"))}
-
-
-def _cap(part: _Part) -> int | None:
-    return int(part.read("max_video_tokens")) if part.read("cap_pixels_per_frame") else None
 
 
 def _read_qwen2(processor: Any, family: str) -> Geometry:
-    image, video = _image(processor), _video(processor)
+    image, video = image_part(processor), video_part(processor)
     temporal = int(video.read("temporal_patch_size"))
     return Geometry(
         family=family,
-        image=PatchGrid(**_grid(image), **_pixel_limits(image)),
+        image=PatchGrid(**read_grid(image), **read_pixel_limits(image)),
         video=FrameGrid(
-            **_grid(video), **_pixel_limits(video), temporal_patch_size=temporal, capped_tokens=_cap(video)
+            **read_grid(video), **read_pixel_limits(video), temporal_patch_size=temporal, capped_tokens=read_cap(video)
         ),
-        frames=_frame_rule(video, temporal),
+        frames=read_frame_rule(video, temporal),
     )
 
 
 def _read_qwen3_omni(processor: Any, family: str) -> Geometry:
-    seeing, audio = _read_qwen2(processor, family), _audio(processor)
+    seeing, audio = _read_qwen2(processor, family), audio_part(processor)
     hearing = WindowedMel(
         sampling_rate=int(audio.read("sampling_rate", 16000)),
         hop_length=int(audio.read("hop_length", 160)),
@@ -129,45 +66,47 @@ def _read_qwen3_omni(processor: Any, family: str) -> Geometry:
 
 
 def _read_qwen3(processor: Any, family: str) -> Geometry:
-    image, video = _image(processor), _video(processor)
+    image, video = image_part(processor), video_part(processor)
     temporal = int(video.read("temporal_patch_size"))
     return Geometry(
         family=family,
-        image=PatchGrid(**_grid(image), **_pixel_limits(image)),
-        video=ClipGrid(**_grid(video), **_pixel_limits(video), temporal_patch_size=temporal, capped_tokens=_cap(video)),
-        frames=_frame_rule(video, temporal),
+        image=PatchGrid(**read_grid(image), **read_pixel_limits(image)),
+        video=ClipGrid(
+            **read_grid(video), **read_pixel_limits(video), temporal_patch_size=temporal, capped_tokens=read_cap(video)
+        ),
+        frames=read_frame_rule(video, temporal),
     )
 
 
 def _read_glm46v(processor: Any, family: str) -> Geometry:
-    image, video = _image(processor), _video(processor)
+    image, video = image_part(processor), video_part(processor)
     temporal = int(video.read("temporal_patch_size"))
     image_temporal = int(image.read("temporal_patch_size"))
     return Geometry(
         family=family,
-        image=ClipGridImage(**_grid(image), **_pixel_limits(image), temporal_patch_size=image_temporal),
-        video=ClipGrid(**_grid(video), **_pixel_limits(video), temporal_patch_size=temporal),
-        frames=_frame_rule(video, temporal, max_frames=640),  # the most that its own sampler takes
+        image=ClipGridImage(**read_grid(image), **read_pixel_limits(image), temporal_patch_size=image_temporal),
+        video=ClipGrid(**read_grid(video), **read_pixel_limits(video), temporal_patch_size=temporal),
+        frames=read_frame_rule(video, temporal, max_frames=640),  # the most that its own sampler takes
     )
 
 
 def _read_kimi(processor: Any, family: str) -> Geometry:
-    image, video = _image(processor), _video(processor)
+    image, video = image_part(processor), video_part(processor)
     temporal = int(video.read("temporal_patch_size"))
 
-    def limits(part: _Part) -> dict[str, int]:
+    def limits(part: Part) -> dict[str, int]:
         return {"max_patches": int(part.read("max_patches")), "max_side_patches": part.read_size("max_height")}
 
     return Geometry(
         family=family,
-        image=NavitImage(**_grid(image), **limits(image)),
-        video=NavitVideo(**_grid(video), **limits(video), temporal_patch_size=temporal),
-        frames=_frame_rule(video, temporal),
+        image=NavitImage(**read_grid(image), **limits(image)),
+        video=NavitVideo(**read_grid(video), **limits(video), temporal_patch_size=temporal),
+        frames=read_frame_rule(video, temporal),
     )
 
 
 def _read_gemma3(processor: Any, family: str) -> Geometry:
-    image = _image(processor)
+    image = image_part(processor)
     crops: dict[str, Any] = {}
     if image.read("do_pan_and_scan"):
         crops = {
@@ -181,9 +120,9 @@ def _read_gemma3(processor: Any, family: str) -> Geometry:
 
 
 def _read_gemma4(processor: Any, family: str) -> Geometry:
-    image, video, audio = _image(processor), _video(processor), _audio(processor)
+    image, video, audio = image_part(processor), video_part(processor), audio_part(processor)
 
-    def budget(part: _Part) -> SoftBudget:
+    def budget(part: Part) -> SoftBudget:
         return SoftBudget(
             patch_size=int(part.read("patch_size")),
             pooling_size=int(part.read("pooling_kernel_size")),
@@ -202,12 +141,12 @@ def _read_gemma4(processor: Any, family: str) -> Geometry:
         image=budget(image),
         video=budget(video),
         audio=hearing,
-        frames=_frame_rule(video, 1, max_frames=int(video.read("num_frames", 32))),
+        frames=read_frame_rule(video, 1, max_frames=int(video.read("num_frames", 32))),
     )
 
 
 def _read_internvl(processor: Any, family: str) -> Geometry:
-    image, video = _image(processor), _video(processor)
+    image, video = image_part(processor), video_part(processor)
     tile = image.read_size("height")
     tokens = int(processor.image_seq_length)
     patches = (tile // _VIT_PATCH) ** 2
@@ -220,11 +159,11 @@ def _read_internvl(processor: Any, family: str) -> Geometry:
         patches_per_tile=patches,
     )
     clip = FixedFrames(tokens_per_frame=tokens, patches_per_frame=patches)
-    return Geometry(family=family, image=rule, video=clip, frames=_frame_rule(video, 1))
+    return Geometry(family=family, image=rule, video=clip, frames=read_frame_rule(video, 1))
 
 
 def _read_llava_onevision(processor: Any, family: str) -> Geometry:
-    image, video = _image(processor), _video(processor)
+    image, video = image_part(processor), video_part(processor)
     tokens = int(processor.num_image_tokens)
     side = math.ceil(int(math.sqrt(tokens)) / 2)
     limit = str(processor.vision_aspect_ratio).removeprefix("anyres_max_")
@@ -236,11 +175,11 @@ def _read_llava_onevision(processor: Any, family: str) -> Geometry:
         dropped_tokens=int(processor.vision_feature_select_strategy == "default"),
     )
     clip = FixedFrames(tokens_per_frame=side * side, patches_per_frame=tokens, tokens_per_video=1)
-    return Geometry(family=family, image=rule, video=clip, frames=_frame_rule(video, 1))
+    return Geometry(family=family, image=rule, video=clip, frames=read_frame_rule(video, 1))
 
 
 def _read_smolvlm(processor: Any, family: str) -> Geometry:
-    image, video = _image(processor), _video(processor)
+    image, video = image_part(processor), video_part(processor)
     crop = int(image.read("max_image_size")["longest_edge"])
     tokens = int(processor.image_seq_len)
     patches = tokens * max(1, round((crop / _VIT_PATCH) ** 2 / tokens))
@@ -252,12 +191,12 @@ def _read_smolvlm(processor: Any, family: str) -> Geometry:
         splits=bool(image.read("do_image_splitting")),
     )
     clip = FixedFrames(tokens_per_frame=tokens, patches_per_frame=patches)
-    frames = _frame_rule(video, 1, max_frames=int(video.read("num_frames", 64)))
+    frames = read_frame_rule(video, 1, max_frames=int(video.read("num_frames", 64)))
     return Geometry(family=family, image=rule, video=clip, frames=frames)
 
 
 def _read_step3p7(processor: Any, family: str) -> Geometry:
-    image = _image(processor)
+    image = image_part(processor)
     view, window, patch = image.read_size("height"), int(image.read("patch_size")), int(image.read("vision_patch_size"))
     rule = WindowCrops(
         view_size=view,
@@ -272,7 +211,7 @@ def _read_step3p7(processor: Any, family: str) -> Geometry:
 
 
 def _read_phi4(processor: Any, family: str) -> Geometry:
-    image, audio = _image(processor), _audio(processor, "audio_processor")
+    image, audio = image_part(processor), audio_part(processor, "audio_processor")
     seeing = PaddedTiles(
         tile_size=image.read_size("height"),
         patch_size=int(image.read("patch_size")),
@@ -290,7 +229,7 @@ def _read_phi4(processor: Any, family: str) -> Geometry:
 
 
 def _read_nemotron(processor: Any, family: str) -> Geometry:
-    image, video = _image(processor), _video(processor)
+    image, video = image_part(processor), video_part(processor)
     temporal = int(processor.video_temporal_patch_dim)
     seeing = BudgetedImage(
         patch_size=int(image.read("patch_size")),
@@ -310,7 +249,7 @@ def _read_nemotron(processor: Any, family: str) -> Geometry:
         hop_length=int(processor.audio_hop_length),
         num_convolutions=int(math.log2(processor.audio_subsampling_factor)),
     )
-    return Geometry(family=family, image=seeing, video=clip, audio=hearing, frames=_frame_rule(video, temporal))
+    return Geometry(family=family, image=seeing, video=clip, audio=hearing, frames=read_frame_rule(video, temporal))
 
 
 _FAMILIES: Final[dict[str, tuple[str, Callable[[Any, str], Geometry]]]] = {

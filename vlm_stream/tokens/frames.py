@@ -90,7 +90,7 @@ def _wanted(
     """Frames that the rule asks for, before a short clip is filled up."""
     wanted = total.astype(np.float64)
     if rule.fps is not None:
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):  # unknown and absurd rates are settled by the limits below
             by_rate = total / fps * rule.fps
         wanted = np.where(fps > 0, by_rate, total)
         # A clip of which neither frames nor rate are known: its duration is all there is to go by.

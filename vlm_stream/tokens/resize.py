@@ -7,20 +7,31 @@ This file knows no processor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["Limits", "resize_clip", "smart_resize_image", "smart_resize_video"]
+__all__ = ["MAX_ASPECT_RATIO", "PixelBox", "resize_clip", "smart_resize_image", "smart_resize_video"]
 
 Whole: TypeAlias = "int | npt.NDArray[np.int64]"
 Limits: TypeAlias = "int | npt.NDArray[np.int64]"
 
 MAX_ASPECT_RATIO = 200
 """The Qwen and GLM processors raise above it (200 itself passes)."""
+
+
+class PixelBox(NamedTuple):
+    """What a size is fitted into."""
+
+    factor: int
+    """Both sides become multiples of it."""
+    min_pixels: Limits
+    """Smallest area, or volume of a clip."""
+    max_pixels: Limits
+    """Largest area, or volume of a clip."""
 
 
 def smart_resize_image(
@@ -44,8 +55,9 @@ def smart_resize_image(
     >>> smart_resize_image(1080, 1920)
     (728, 1316)
     """
-    h, w = np.asarray(height, np.float64), np.asarray(width, np.float64)
-    return _fit(h, w, np.ones_like(h), _Box(factor, min_pixels, max_pixels), scalar=np.ndim(height) == 0)
+    h, w = _sides(height), _sides(width)
+    one = np.ones_like(h)
+    return _fit((h, w), one, one, PixelBox(factor, min_pixels, max_pixels), scalar=np.ndim(height) == 0)
 
 
 def smart_resize_video(
@@ -64,16 +76,13 @@ def smart_resize_video(
     >>> smart_resize_video(32, 1920, 1080)
     (832, 448)
     """
-    n = np.asarray(num_frames, np.float64)
+    n = _sides(num_frames)
     padded = np.ceil(n / temporal_factor) * temporal_factor
-    h, w = np.asarray(height, np.float64), np.asarray(width, np.float64)
-    box = _Box(factor, min_pixels, max_pixels, frames=n)
-    return _fit(h, w, padded, box, scalar=np.ndim(height) == 0)
+    h, w = _sides(height), _sides(width)
+    return _fit((h, w), n, padded, PixelBox(factor, min_pixels, max_pixels), scalar=np.ndim(height) == 0)
 
 
-def resize_clip(
-    num_frames: Whole, height: Whole, width: Whole, temporal_factor: int, box: _Box | tuple[int, Limits, Limits]
-) -> tuple[Any, Any]:
+def resize_clip(num_frames: Whole, height: Whole, width: Whole, temporal_factor: int, box: PixelBox) -> tuple[Any, Any]:
     """Return the size of a clip's frames as the processors of Qwen3-VL and GLM-4.6V compute it.
 
     It differs from `smart_resize_video` in two points: a side below `factor` is scaled up first, and the number of
@@ -86,41 +95,43 @@ def resize_clip(
         temporal_factor: Frames in a temporal patch.
         box: Factor, smallest and largest volume.
 
-    >>> resize_clip(4, 5, 1000, 2, (32, 131072, 786432))
+    >>> resize_clip(4, 5, 1000, 2, PixelBox(32, 131072, 786432))
     (32, 6240)
     """
-    factor, min_pixels, max_pixels = box if isinstance(box, tuple) else (box.factor, box.min_pixels, box.max_pixels)
-    n = np.asarray(num_frames, np.float64)
-    h, w = np.asarray(height, np.float64), np.asarray(width, np.float64)
+    factor = box.factor
+    n = _sides(num_frames)
+    h, w = _sides(height), _sides(width)
     scale = np.maximum(factor / h, factor / w)
     is_small = (h < factor) | (w < factor)
     h, w = np.where(is_small, np.trunc(h * scale), h), np.where(is_small, np.trunc(w * scale), w)
     rounded = np.rint(n / temporal_factor) * temporal_factor
-    return _fit(h, w, rounded, _Box(factor, min_pixels, max_pixels, frames=n), scalar=np.ndim(height) == 0)
+    return _fit((h, w), n, rounded, box, scalar=np.ndim(height) == 0)
 
 
-class _Box:
-    """Limits of an area or a volume."""
-
-    __slots__ = ("factor", "frames", "max_pixels", "min_pixels")
-
-    def __init__(self, factor: int, min_pixels: Limits, max_pixels: Limits, frames: Any = 1.0) -> None:
-        self.factor, self.min_pixels, self.max_pixels, self.frames = factor, min_pixels, max_pixels, frames
+def _sides(values: Whole) -> npt.NDArray[np.float64]:
+    """Return float64; what is empty counts as 1, because one bad entry (refused elsewhere) must not stop a column."""
+    return np.maximum(np.asarray(values, np.float64), 1.0)
 
 
 def _fit(
-    h: npt.NDArray[np.float64], w: npt.NDArray[np.float64], depth: npt.NDArray[np.float64], box: _Box, *, scalar: bool
+    sides: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]],
+    frames: npt.NDArray[np.float64],
+    depth: npt.NDArray[np.float64],
+    box: PixelBox,
+    *,
+    scalar: bool,
 ) -> tuple[Any, Any]:
+    """Round sides and scale them into the box; `depth` is the number of frames as the comparison sees it."""
+    h, w = sides
     factor = box.factor
     high, wide = np.rint(h / factor) * factor, np.rint(w / factor) * factor
     volume = depth * high * wide
     is_over, is_under = volume > box.max_pixels, volume < box.min_pixels
-    true_volume = box.frames * h * w
-    with np.errstate(divide="ignore", invalid="ignore"):  # sizes of 0 are refused elsewhere and must not stop a column
-        shrink = np.sqrt(true_volume / box.max_pixels)
-        grow = np.sqrt(box.min_pixels / true_volume)
-        smaller = [np.maximum(factor, np.floor(side / shrink / factor) * factor) for side in (h, w)]
-        larger = [np.ceil(side * grow / factor) * factor for side in (h, w)]
+    true_volume = frames * h * w
+    shrink = np.sqrt(true_volume / box.max_pixels)
+    grow = np.sqrt(box.min_pixels / true_volume)
+    smaller = [np.maximum(factor, np.floor(side / shrink / factor) * factor) for side in (h, w)]
+    larger = [np.ceil(side * grow / factor) * factor for side in (h, w)]
     high = np.where(is_over, smaller[0], np.where(is_under, larger[0], high))
     wide = np.where(is_over, smaller[1], np.where(is_under, larger[1], wide))
     if scalar:

@@ -33,31 +33,32 @@ class AnyresImage:
     """Tokens that the feature selection takes away from each image (1 for "default": the class token)."""
 
     def _find_canvas(self, heights: Ints, widths: Ints) -> tuple[Ints, Ints]:
-        """Return the canvas on which most of the image survives and least of the canvas is wasted."""
-        h, w = np.maximum(heights, 1), np.maximum(widths, 1)
+        """Return the canvas on which most of the image survives; among equals, the one that wastes least."""
+        h, w = np.maximum(heights, 1).astype(np.float64), np.maximum(widths, 1).astype(np.float64)
         area = h * w
         best_kept = np.zeros_like(area)
-        least_waste = np.full(area.shape, np.inf)
-        high, wide = np.zeros_like(area), np.zeros_like(area)
-        for canvas_height, canvas_width in self.pinpoints:
+        best = np.zeros(area.shape, np.int64)
+        # Small canvases first: a later one must keep more of the image, for with as much it would waste more.
+        canvases = sorted(self.pinpoints, key=lambda canvas: canvas[0] * canvas[1])
+        for number, (canvas_height, canvas_width) in enumerate(canvases):
             scale = np.minimum(canvas_width / w, canvas_height / h)
-            kept = np.minimum((w * scale).astype(np.int64) * (h * scale).astype(np.int64), area)
-            waste = canvas_width * canvas_height - kept
-            is_better = (kept > best_kept) | ((kept == best_kept) & (waste < least_waste))
-            best_kept, least_waste = np.where(is_better, kept, best_kept), np.where(is_better, waste, least_waste)
-            high[is_better], wide[is_better] = canvas_height, canvas_width
-        return high, wide
+            kept = np.minimum(np.trunc(w * scale) * np.trunc(h * scale), area)
+            best[kept > best_kept] = number
+            np.maximum(best_kept, kept, out=best_kept)
+        high, wide = np.asarray(canvases, np.int64).T
+        return high[best], wide[best]
 
     def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
         """Count images."""
-        canvas_high, canvas_wide = self._find_canvas(heights, widths)
-        rows, columns = canvas_high // self.tile_size, canvas_wide // self.tile_size
-        features, line_ends = self._count_unpadded(heights, widths, rows, columns)
+        tokens, tiles = np.full_like(heights, self.tokens_per_tile + 1), np.ones_like(heights)
         is_alone = siblings == 1
-        tokens = np.where(is_alone, features + line_ends + self.tokens_per_tile, self.tokens_per_tile + 1)
-        tiles = np.where(is_alone, rows * columns + 1, 1)
+        h, w = heights[is_alone], widths[is_alone]
+        canvas_high, canvas_wide = self._find_canvas(h, w)
+        rows, columns = canvas_high // self.tile_size, canvas_wide // self.tile_size
+        features, line_ends = self._count_unpadded(h, w, rows, columns)
+        tokens[is_alone], tiles[is_alone] = features + line_ends + self.tokens_per_tile, rows * columns + 1
         patches = tiles * self.tokens_per_tile  # the tower gives one token for each patch
-        return MediaCounts(tokens - self.dropped_tokens, patches, patches * float(self.tokens_per_tile))
+        return MediaCounts(tokens - self.dropped_tokens, patches, patches.astype(np.float64) * self.tokens_per_tile)
 
     def _count_unpadded(self, heights: Ints, widths: Ints, rows: Ints, columns: Ints) -> tuple[Ints, Ints]:
         side = int(self.tokens_per_tile**0.5)

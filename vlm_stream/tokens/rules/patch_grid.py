@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_stream.tokens.resize import MAX_ASPECT_RATIO, resize_clip, smart_resize_image
+from vlm_stream.tokens.resize import MAX_ASPECT_RATIO, PixelBox, resize_clip, smart_resize_image
 from vlm_stream.tokens.rules.base import MediaCounts, name_aspect_problem
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class ClipGrid:
         if self.capped_tokens is not None:
             share = np.minimum(self.capped_tokens * factor * factor, self.max_pixels // np.maximum(frames, 1))
             most = np.maximum(share, int(self.min_pixels * _CAP_FLOOR)) * frames
-        box = (factor, self.min_pixels, most)
+        box = PixelBox(factor, self.min_pixels, most)
         high, wide = resize_clip(frames, heights, widths, self.temporal_patch_size, box)
         grids = -(-frames // self.temporal_patch_size)
         return _count_grid(grids, high, wide, self.patch_size, self.merge_size)
