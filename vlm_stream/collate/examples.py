@@ -17,6 +17,7 @@ from vlm_stream.encode.chat_format import chat_format, render_template, tokenize
 from vlm_stream.encode.encoder import shape_content
 from vlm_stream.encode.fake_image import mask_vision_tokens
 from vlm_stream.media import probe_image
+from vlm_stream.tokens.estimate import estimate_image_tokens, extract_image_config
 from vlm_stream.tokens.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -84,11 +85,14 @@ def _num_text_tokens(conversation: Conversation, processor: Any) -> int:
 
 def count_media_tokens(conversation: Conversation, processor: Any) -> int:
     """Return how many tokens the images add to the one placeholder that each has in the text."""
-    rule = Geometry.from_processor(processor).image
     images = [item["image"] for item in iter_media(conversation) if item["type"] == "image"]
-    if rule is None or not images:
+    if not images:
         return 0
     sizes = [(i.height, i.width) if hasattr(i, "height") else probe_image(i) for i in images]
-    heights, widths = np.asarray(sizes, dtype=np.int64).T
-    counts = rule.count_images(heights, widths, np.full(len(images), len(images), dtype=np.int64))
-    return int(counts.tokens.sum()) - len(images)
+    geometry = Geometry.from_processor(processor)
+    if geometry.is_exact and geometry.image is not None:
+        heights, widths = np.asarray(sizes, dtype=np.int64).T
+        counts = geometry.image.count_images(heights, widths, np.full(len(images), len(images), dtype=np.int64))
+        return int(counts.tokens.sum()) - len(images)
+    config = extract_image_config(processor)
+    return sum(estimate_image_tokens(list(size), config) - 1 for size in sizes) if config is not None else 0

@@ -42,6 +42,7 @@ def nemotron_parse_collate_fn(
     Raises:
         ValueError: When the tokenizer has no start token or no padding token for the decoder.
     """
+    pad = _decoder_padding(processor.tokenizer)
     pages = [_page(example["conversation"]) for example in examples]
     images = [image for image, _ in pages]
     texts = [task_prompt + answer for _, answer in pages]
@@ -51,10 +52,8 @@ def nemotron_parse_collate_fn(
         [{"role": "user", "content": task_prompt}, {"role": "assistant", "content": answer}] for _, answer in pages
     ]
     batch["labels"] = build_labels(batch["input_ids"], turns, processor)
-    start, pad = _decoder_tokens(processor.tokenizer)
     batch = shift(as_bfloat16(batch))
-    decoder_ids = batch["input_ids"].clone()
-    del start  # the prompt begins with the start token already
+    decoder_ids = batch["input_ids"].clone()  # the prompt itself begins with the decoder's start token
     batch |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": (decoder_ids != pad).long()}
     if any(image is not None for image in images):
         batch["n_images_per_sample"] = torch.tensor([int(image is not None) for image in images], dtype=torch.int64)
@@ -77,7 +76,8 @@ def _page(conversation: Conversation) -> tuple[Any, str]:
     return (to_rgb(image) if hasattr(image, "convert") else decode_image(image)), answer
 
 
-def _decoder_tokens(tokenizer: Any) -> tuple[int, int]:
+def _decoder_padding(tokenizer: Any) -> int:
+    """Return the padding token, after making sure that the decoder has a start token too."""
     names = ("decoder_start_token_id", "bos_token_id", "eos_token_id")
     start = next((value for value in (getattr(tokenizer, name, None) for name in names) if value is not None), None)
     pad = getattr(tokenizer, "pad_token_id", None)
@@ -86,4 +86,4 @@ def _decoder_tokens(tokenizer: Any) -> tuple[int, int]:
             "The decoder needs a start token and a padding token, and the tokenizer names "
             f"{'no padding token' if start is not None else 'no start token'}. Set it on the tokenizer."
         )
-    return int(start), int(pad)
+    return int(pad)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vlm_stream.collate.join_media import join_media
 from vlm_stream.collate.rows import pad_id_of, pad_rows, split_rows
-from vlm_stream.encode.call_processor import call_processor
+from vlm_stream.encode.call_processor import SHARED_PIXELS, call_processor
+from vlm_stream.encode.chat_format import tokenizer_of
 from vlm_stream.encode.config import EncodeConfig
 from vlm_stream.encode.encoder import Encoder
 from vlm_stream.encode.labels import IGNORE
@@ -58,8 +60,11 @@ def process_batch(
 
     `options` go to the processor; `flat_images` passes the images of all rows as one list instead of a list per row.
     """
-    encoder = Encoder(processor, EncodeConfig())
+    encoder = Encoder(processor, EncodeConfig(allow_unlabelled=True))
     prepared = [prepare(encoder, conversation) for conversation in conversations]
+    if type(processor).__name__ in SHARED_PIXELS and _mixes_media(prepared):
+        rows = [encoder.encode(p.conversation, {}) for p in prepared]
+        return pad_rows(rows, pad_id=pad_id_of(processor), side=_side(processor)) | join_media(rows)
     texts = [p.rendered.text for p in prepared]
     wanted = {"padding": True, **(options or {})}
     images = [image for p in prepared for image in p.loaded.images]
@@ -87,5 +92,12 @@ def _splice_rows(encoder: Encoder, batch: Mapping[str, Any], prepared: Sequence[
         encoder.splice(row, p.rendered, p.markers) if p.markers is not None else row
         for row, p in zip(split_rows(batch), prepared, strict=True)
     ]
-    side = getattr(encoder.processor.tokenizer, "padding_side", "right")
-    return pad_rows(rows, pad_id=pad_id_of(encoder.processor), side=side)
+    return pad_rows(rows, pad_id=pad_id_of(encoder.processor), side=_side(encoder.processor))
+
+
+def _side(processor: Any) -> str:
+    return str(getattr(tokenizer_of(processor), "padding_side", "right"))
+
+
+def _mixes_media(prepared: Sequence[Prepared]) -> bool:
+    return any(p.loaded.images for p in prepared) and any(p.loaded.videos for p in prepared)

@@ -99,9 +99,9 @@ def shift(batch: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in batch.items():
         if key == "labels":
-            out[key] = value[:, 1:]
+            out[key] = value[:, 1:].contiguous()  # losses take views of it
         elif isinstance(value, torch.Tensor) and value.shape == shape and not _is_media(key):
-            out[key] = value[:, :-1]
+            out[key] = value[:, :-1].contiguous()
         else:
             out[key] = value
     return out

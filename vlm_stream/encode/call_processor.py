@@ -6,7 +6,7 @@ the processor gives when it is used directly. Class-specific habits of passing v
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.encode.chat_format import tokenizer_of
 from vlm_stream.encode.load_media import LoadedMedia, audio_rate_of
@@ -15,7 +15,10 @@ from vlm_stream.errors import BadSampleError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["call_processor"]
+__all__ = ["SHARED_PIXELS", "call_processor"]
+
+SHARED_PIXELS: Final = frozenset({"SmolVLMProcessor"})
+"""Processors that cannot take images and videos in one call."""
 
 
 def call_processor(
@@ -32,6 +35,12 @@ def call_processor(
         kwargs["videos"] = [[video.frames for video in media.videos] for media in loaded]
         kwargs["do_sample_frames"] = False
         kwargs["video_metadata"] = _metadata_for(processor, loaded)
+    if "images" in kwargs and "videos" in kwargs and type(processor).__name__ in SHARED_PIXELS:
+        raise BadSampleError(
+            "encode",
+            "mixed_media",
+            f"{type(processor).__name__} returns images and videos under one key and would lose the images.",
+        )
     audios = [audio for media in loaded for audio in media.audios]
     if audios:
         kwargs |= {"audio": audios, "sampling_rate": audio_rate_of(processor)}

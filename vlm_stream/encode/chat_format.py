@@ -8,7 +8,7 @@ here sees a real conversation.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 from weakref import WeakKeyDictionary
 
@@ -16,6 +16,9 @@ from vlm_stream.encode.media_tokens import media_token_strings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import numpy as np
+    import numpy.typing as npt
 
     from vlm_stream.conversation import Conversation
 
@@ -42,6 +45,8 @@ class ChatFormat:
     """Finds the headers in a rendered text, without their last blanks."""
     closing: str
     """What the template writes after the last answer."""
+    end_pattern: re.Pattern[str] | None
+    """Finds what follows an answer, for templates that write no token at its end."""
     chat_ids: dict[str, int]
     """Tokens that the template writes around turns; in a rendered text they divide one piece from the next."""
     stop_ids: frozenset[int]
@@ -54,6 +59,8 @@ class ChatFormat:
     """Which forms of `content` the template shows: text in a list of items, a plain string, or both."""
     has_generation_tags: bool
     """Whether the template marks answers itself with `{% generation %}`."""
+    tails: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+    """Ids of the texts that stand between a chat token and an answer; filled as they are met."""
 
 
 _cache: WeakKeyDictionary[Any, tuple[str | None, ChatFormat]] = WeakKeyDictionary()
@@ -134,12 +141,13 @@ def _learn(processor: Any, template: str | None) -> ChatFormat:
     chat = (chat | stops) - media
     named = {t for t in (getattr(tokenizer, f"{n}_token", None) for n in ("bos", "eos", "pad", "unk")) if t in added}
     control = chat | named | media
-    if header and not _added_in(header, added):
-        control = control | {header.strip()}
+    openers = [] if stop is not None else _openers(processor, form, header)
+    control |= {text.strip() for text in (header, *openers) if text.strip() and not _added_in(text, added)}
     return ChatFormat(
         header=header,
-        header_pattern=_header_pattern(header, chat),
+        header_pattern=_header_pattern(header, chat, stops),
         closing=scaffold[-1],
+        end_pattern=_alternation({opener.rstrip() for opener in openers}),
         chat_ids={token: added[token] for token in chat},
         stop_ids=frozenset(added[token] for token in stops),
         control=_alternation(control),
@@ -177,25 +185,29 @@ def _scaffold(processor: Any, form: ContentForm, added: dict[str, int]) -> tuple
     return header, scaffold
 
 
-def _header_pattern(header: str, chat: Iterable[str]) -> re.Pattern[str] | None:
-    """Return what finds headers; one that names its role in plain text may follow any chat token."""
+def _header_pattern(header: str, chat: Iterable[str], stops: Iterable[str]) -> re.Pattern[str] | None:
+    """Return what finds headers; one that names its role in plain text may follow any chat token, or open the text."""
     solid = header.rstrip()
     if not solid:
         return None
-    before = next((token for token in chat if solid.startswith(token)), "")
-    rest = solid[len(before) :]
-    is_named_after_turn = before and rest.lstrip() != rest  # blanks after the token: it closed the turn before
-    if not is_named_after_turn:
+    closes_turn_before = next((token for token in stops if solid.startswith(token)), None)
+    if closes_turn_before is None:
         return re.compile(re.escape(solid))
     tokens = "|".join(map(re.escape, sorted(chat, key=len, reverse=True)))
-    return re.compile(rf"(?:{tokens})\s*{re.escape(rest.lstrip())}")
+    return re.compile(rf"(?:\A|{tokens})\s*{re.escape(solid[len(closes_turn_before) :].lstrip())}")
 
 
 def _other_role(processor: Any, form: ContentForm, role: str) -> list[str]:
-    roles = [(role, _USER[1])] if role == "system" else []
-    turns = [*roles, ("user", _USER[0]), ("assistant", _ANSWER[0]), *([] if roles else [(role, _USER[1])])]
-    text = _try_render(processor, _chat(form, *turns))
-    return [text] if text else []
+    """Return what the template writes around a turn of that role: before the first user turn, or after an answer."""
+    other, user, answer = (role, _USER[1]), ("user", _USER[0]), ("assistant", _ANSWER[0])
+    turns = (other, user, answer) if role == "system" else (user, answer, other)
+    return _cut(_try_render(processor, _chat(form, *turns)), tuple(text for _, text in turns)) or []
+
+
+def _openers(processor: Any, form: ContentForm, header: str) -> list[str]:
+    """Return what may follow an answer: how each role opens its turn."""
+    around = [_other_role(processor, form, role) for role in ("user", "tool")]
+    return [header, *(pieces[2] for pieces in around if pieces)]
 
 
 def _chat(form: ContentForm, *turns: tuple[str, str]) -> Conversation:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["IGNORE", "SEQUENCE_KEYS", "header_ends", "label_answers", "wants_training"]
 
 IGNORE: Final = -100
+_MAX_TAILS: Final = 256
 SEQUENCE_KEYS: Final = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
 """Tensors with one entry per token."""
 
@@ -51,7 +52,7 @@ def label_answers(
             template did not write one answer per assistant turn.
     """
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
-    spans = rendered.spans if rendered.spans is not None else [(end, None) for end in header_ends(chat, rendered.text)]
+    spans = rendered.spans if rendered.spans is not None else _answer_spans(chat, rendered.text)
     if len(spans) != len(train) and not all(train):
         raise BadSampleError(
             "encode",
@@ -67,6 +68,15 @@ def label_answers(
         end = places.answer_end(begin_char) if end_char is None else places.token_after(end_char)
         labels[begin:end] = ids[begin:end]
     return labels
+
+
+def _answer_spans(chat: ChatFormat, text: str) -> list[tuple[int, int | None]]:
+    """Return where answers begin; and where they end, for templates that write no token there."""
+    begins = header_ends(chat, text)
+    if chat.end_pattern is None:
+        return [(begin, None) for begin in begins]
+    nexts = (chat.end_pattern.search(text, begin) for begin in begins)
+    return [(begin, found.start() if found else len(text)) for begin, found in zip(begins, nexts, strict=True)]
 
 
 def header_ends(chat: ChatFormat, text: str) -> list[int]:
@@ -90,7 +100,10 @@ class _Places:
 
     def _align(self, written: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
         """Return the positions of the template's chat tokens in the ids."""
-        positions = np.flatnonzero(np.isin(self._ids, list(self._chat.chat_ids.values())))
+        is_chat = np.zeros(len(self._ids), dtype=bool)
+        for token_id in self._chat.chat_ids.values():
+            is_chat |= self._ids == token_id
+        positions = np.flatnonzero(is_chat)
         # A tokenizer may put a token of its own in front (bos) or behind (eos).
         for skip in range(len(positions) - len(written) + 1):
             window = positions[skip : skip + len(written)]
@@ -134,13 +147,22 @@ class _Places:
         """Return how many tokens lie wholly inside `tail`, which begins where the ids begin."""
         if not tail:
             return 0
-        alone = np.asarray(self._tokenizer(tail, add_special_tokens=False)["input_ids"], dtype=np.int64)
+        alone = self._encode(tail)
         length = min(len(alone), len(ids))
         same = alone[:length] == ids[:length]
         count = length if same.all() else int(np.argmin(same))
         while count < len(alone) and count < len(ids) and len(self._decode(ids[: count + 1])) <= len(tail):
             count += 1  # the same characters in other tokens
         return count
+
+    def _encode(self, tail: str) -> npt.NDArray[np.int64]:
+        """Return the ids of a short text; headers end with the same few characters in every sample."""
+        known = self._chat.tails.get(tail)
+        if known is None:
+            known = np.asarray(self._tokenizer(tail, add_special_tokens=False)["input_ids"], dtype=np.int64)
+            if len(self._chat.tails) < _MAX_TAILS:
+                self._chat.tails[tail] = known
+        return known
 
     def _decode(self, ids: npt.NDArray[np.int64]) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))

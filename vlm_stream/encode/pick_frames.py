@@ -18,7 +18,9 @@ __all__ = ["frame_rule", "picker"]
 
 def frame_rule(processor: Any, override: FrameRule | None) -> FrameRule:
     """Return the rule that planning counts with: the given one, or the processor's own."""
-    return override or Geometry.from_processor(processor).frames
+    if override is not None or getattr(processor, "video_processor", None) is None:
+        return override or FrameRule()
+    return Geometry.from_processor(processor).frames
 
 
 def picker(rule: FrameRule, item: Item) -> Callable[[VideoInfo], Sequence[int]]:
