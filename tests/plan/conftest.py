@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from vlm_stream.plan import Planner, PlanConfig, Ref, SampleColumns, SourceSpec, StepShape
+from vlm_stream.plan import PlanConfig, Planner, Ref, SampleColumns, SourceSpec, StepShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

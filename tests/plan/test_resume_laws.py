@@ -44,9 +44,9 @@ balances = st.builds(
 stops = st.sampled_from(["first", "all", "each"])
 
 
-def plan_of(make, mode, *, seed=3, balance=None, stop="each", window=128, epochs=1):
+def plan_of(make, mode, *, seed=3, balance=None, stop="each", window=128, epochs=1, flush=False, weight=1.0):
     sources = [
-        make.source("caption", [40] * 9 + [13]),
+        make.source("caption", [40] * 9 + [13], weight=weight),
         make.source("ocr", [25] * 5, weight=0.5, sample_ratio=0.6),
         make.source("video", [7] * 6, weight=2.0, sample_ratio=1.5),
     ]
@@ -54,6 +54,7 @@ def plan_of(make, mode, *, seed=3, balance=None, stop="each", window=128, epochs
         seed=seed,
         window=window,
         epochs=epochs,
+        flush_epochs=flush,
         mode=mode,
         order=OrderConfig(group_shards=3),
         mixture=MixtureConfig(weigh_by="size", stop=stop),
@@ -80,15 +81,32 @@ def test_same_shape_goes_on_bit_equal(make, mode, shape, balance, stop, data):
         assert rest[-1].state_after() == steps[-1].state_after()
 
 
-@settings(max_examples=40, deadline=None)
-@given(mode=modes, chain=st.lists(shapes, min_size=2, max_size=5), balance=balances, stop=stops, data=st.data())
-def test_any_chain_of_worlds_delivers_everything_once(make, mode, chain, balance, stop, data):
-    plan = plan_of(make, mode, balance=balance, stop=stop)
+@settings(max_examples=30, deadline=None)
+@given(
+    mode=modes,
+    chain=st.lists(shapes, min_size=2, max_size=5),
+    balance=balances,
+    stop=stops,
+    ends=st.sampled_from([(1, False), (2, False), (2, True)]),
+    data=st.data(),
+)
+def test_any_chain_of_worlds_delivers_everything_once(make, mode, chain, balance, stop, ends, data):
+
+    def plan_with(weight):
+        return plan_of(make, mode, balance=balance, stop=stop, epochs=ends[0], flush=ends[1], weight=weight)
+
+    # Where each source is delivered exactly, weights may change with every resume.
+    weights = st.sampled_from([0.2, 1.0, 5.0]) if stop == "each" else st.just(1.0)
+    plan = plan_with(1.0)
     whole = Counter(ref for unit in make.stream(plan) for ref in unit)
+    told = Counter(note for step in plan.steps(StepShape()) for note in step.dropped)
     seen: Counter = Counter()
+    notes: Counter = Counter()
     state = None
     for shape in chain[:-1]:
+        plan = plan_with(data.draw(weights)) if state else plan
         for step in plan.steps(shape, state):
+            notes.update(step.dropped)
             micro = data.draw(st.integers(step.micro_begin, shape.micro_batches - 1))
             stop_here = data.draw(st.booleans())
             done = [units for m, _, units in make.rows(step) if not stop_here or m <= micro]
@@ -96,8 +114,11 @@ def test_any_chain_of_worlds_delivers_everything_once(make, mode, chain, balance
             state = json.loads(json.dumps(step.state_after(micro if stop_here else None)))
             if stop_here:
                 break
-    seen.update(make.refs(plan.steps(chain[-1], state)))
+    rest = list(plan.steps(chain[-1], state))
+    seen.update(make.refs(rest))
+    notes.update(note for step in rest for note in step.dropped)
     assert seen == whole
+    assert notes == told
 
 
 @pytest.mark.parametrize("mode", MODES)

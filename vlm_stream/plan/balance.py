@@ -1,9 +1,9 @@
 """Equal shares of two costs: items -> parts of equal size.
 
-Enters: two costs per item, in whole numbers. Leaves: [parts, size] of item numbers. Equal-size Karmarkar-Karp (differencing
-of tuples: each round joins the two most uneven, largest with smallest) on the sum of both costs, then swaps between
-the worst part and others for as long as the worst of all shares, of either cost, goes down. Whole numbers make every
-rank come to the same result.
+Enters: two costs per item, in whole numbers. Leaves: [parts, size] of item numbers. Equal-size Karmarkar-Karp
+(differencing of tuples: each round joins the two most uneven, largest with smallest) on the sum of both costs, then
+swaps between the worst part and others for as long as the worst of all shares, of either cost, goes down. Whole
+numbers make every rank come to the same result.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def equal_parts(costs: Ints, num_parts: int) -> Ints:
         order = np.argsort(-sums, kind="stable")
         sums, members = sums[order], members[order]
         heapq.heappush(heap, (int(sums[-1] - sums[0]), number, sums, members))
-    return heap[0][3]
+    return np.asarray(heap[0][3])
 
 
 def swap_until_even(parts: Ints, first: Ints, second: Ints, max_rounds: int) -> Ints:

@@ -1,8 +1,8 @@
 """Whether a state belongs to this plan: what differs, and what can be done about it.
 
-Enters: what a state says and what the plan is. Leaves: the cursor to start from, or a `StateError` that names the difference.
-Weights, stop rule, epochs, world size, batch size and worker count may change freely; other changes need to be allowed
-by name, and then the window that was open is planned anew from its start, so that nothing is missed.
+Enters: what a state says and what the plan is. Leaves: the cursor to start from, or a `StateError` that names the
+difference. Weights, stop rule, epochs, world size, batch size and worker count may change freely; other changes need
+to be allowed by name, and then the window that was open is planned anew from its start, so that nothing is missed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vlm_stream.plan.config import PlanConfig
-    from vlm_stream.plan.samples import SourceStream, Samples
+    from vlm_stream.plan.samples import Samples, SourceStream
     from vlm_stream.plan.steps import Partial, Progress
     from vlm_stream.plan.values import ColumnReader
 
@@ -45,6 +45,8 @@ class Start:
     progress: Progress
     eras: tuple[Era, ...]
     window_digest: str | None
+    reported: int
+    """Number of the first window whose dropped samples were not told yet."""
 
 
 def start_from(
@@ -78,9 +80,15 @@ def start_from(
                 saved.window,
                 int(saved.done.sum()),
             )
-        eras = (Era(first_window=saved.window, terms=terms),)
-        nothing = np.zeros(0, dtype=bool)
-        return Start(cursor=cursor, done=nothing, partial=None, progress=saved.progress, eras=eras, window_digest=None)
+        return Start(
+            cursor=cursor,
+            done=np.zeros(0, dtype=bool),
+            partial=None,
+            progress=saved.progress,
+            eras=(Era(first_window=saved.window, terms=terms),),
+            window_digest=None,
+            reported=saved.window,
+        )
     eras = saved.eras
     if not eras or eras[-1].terms != terms:
         # What was planned stays as it was; the new terms begin behind it.
@@ -95,6 +103,7 @@ def start_from(
         progress=saved.progress,
         eras=eras,
         window_digest=saved.window_digest,
+        reported=saved.planned,
     )
 
 

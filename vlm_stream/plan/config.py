@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from vlm_stream.errors import ConfigError
+from vlm_stream.errors import ConfigError, nearest_name
 from vlm_stream.plan.balance import BalanceConfig
 from vlm_stream.plan.group import GroupConfig, PlainConfig
 from vlm_stream.plan.mixture import MixtureConfig
 from vlm_stream.plan.order import OrderConfig
 from vlm_stream.plan.pack import PackConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["PlanConfig"]
 
@@ -25,6 +28,7 @@ class PlanConfig:
     window: int = 4096
     """Samples that are drawn together and cut into units together."""
     shuffle: bool = True
+    """Permute shards, samples and units; without it they come as they lie in the tars, units by their first sample."""
     epochs: int | None = 1
     """Epochs after which the stream ends; None streams on. Epochs follow each other without a seam: a window may hold
     the end of one and the beginning of the next, and only the very last step is filled up."""
@@ -50,6 +54,22 @@ class PlanConfig:
         if isinstance(self.mode, PlainConfig):
             return "stream"
         return "sorted" if isinstance(self.mode, GroupConfig) and self.mode.token_budget is None else "free"
+
+    def with_settings(self, settings: Mapping[str, Any]) -> PlanConfig:
+        """Return this config with some settings changed, named like `window` or `mode.pack_size`: for sweeps."""
+        config = self
+        for name, value in settings.items():
+            room, _, leaf = name.rpartition(".")
+            owner = getattr(config, room, None) if room else config
+            allowed = [f.name for f in fields(owner)] if is_dataclass(owner) else []
+            if leaf not in allowed or is_dataclass(getattr(owner, leaf)):
+                rooms = ("mode", "order", "mixture", "balance")
+                known = [f.name for f in fields(config) if f.name not in rooms]
+                known += [f"{r}.{f.name}" for r in rooms for f in fields(getattr(config, r)) if f.name != "costs"]
+                raise ConfigError(f"The plan has no setting '{name}': {nearest_name(name, known)}")
+            changed = replace(owner, **{leaf: value})  # type: ignore[type-var]
+            config = replace(config, **{room: changed}) if room else changed  # type: ignore[assignment, arg-type]
+        return config
 
     def stream_fields(self) -> dict[str, Any]:
         """Return what the unit stream depends on, besides the data, the mixture and the geometry, as flat JSON."""

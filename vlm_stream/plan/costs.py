@@ -1,13 +1,14 @@
 """What a sample costs the model: one number for the language model, one for the vision tower.
 
-Enters: lengths and patch counts, and four coefficients. Leaves: whole numbers, so that sums are the same in any order on
-any machine and all ranks agree on a plan without talking. A model's config is read as plain values, never imported.
+Enters: lengths and patch counts, and four coefficients. Leaves: whole numbers, so that sums are the same in any order
+on any machine and all ranks agree on a plan without talking. A model's config is read as plain values, never
+imported.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 

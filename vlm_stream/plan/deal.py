@@ -3,8 +3,8 @@
 Enters: costs of n units, the shape of a step, the barrier. Leaves: [steps, micro, rank, row] of unit numbers, -1 for a
 filler. A pure function of its arguments in whole numbers: every rank computes the same deal.
 
-Rows of a micro-batch are `free` (packs: any may stand together), `sorted` (grouped samples: neighbours in length, or padding
-grows) or in the order of the `stream` (plain samples: who stands together stays random).
+Rows of a micro-batch are `free` (packs: any may stand together), `sorted` (grouped samples: neighbours in length, or
+padding grows) or in the order of the `stream` (plain samples: who stands together stays random).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def deal(table: UnitTable, shape: StepShape, balance: BalanceConfig, rows: str) 
     num_steps = -(-len(table) // shape.units_per_step)
     numbers = np.full(num_steps * shape.units_per_step, -1, dtype=np.int64)
     numbers[: len(table)] = np.arange(len(table))
-    if balance.barrier == "none":
+    if balance.barrier == "none" or (shape.world_size == 1 and rows == "stream"):
         return numbers.reshape(num_steps, shape.micro_batches, shape.world_size, shape.batch_size)
     if rows == "free" or shape.batch_size == 1:
         llm, vit, hashes = _padded(table.llm, numbers), _padded(table.vit, numbers), _padded(table.hashes, numbers)
@@ -102,9 +102,9 @@ def _deal_even_columns(llm: Ints, vit: Ints, shape: StepShape, num_steps: int) -
     columns = np.argsort(-total, kind="stable").reshape(num_columns, shape.world_size * shape.batch_size)
     if shape.batch_size > 1:
         columns = np.stack([column[equal_parts(total[column], shape.world_size)] for column in columns])
-    columns = columns.reshape(num_columns, shape.world_size, shape.batch_size)
-    columns[1::2] = columns[1::2, ::-1]  # no rank gets the dearest of every column
+    cells = columns.reshape(num_columns, shape.world_size, shape.batch_size)
+    cells[1::2] = cells[1::2, ::-1]  # no rank gets the dearest of every column
     # Columns forth and back over the steps, so that steps are alike.
-    spread = columns.reshape(shape.micro_batches, num_steps, shape.world_size, shape.batch_size).copy()
+    spread = cells.reshape(shape.micro_batches, num_steps, shape.world_size, shape.batch_size)
     spread[1::2] = spread[1::2, ::-1]
     return spread.transpose(1, 0, 2, 3).copy()

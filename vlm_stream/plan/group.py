@@ -1,8 +1,8 @@
 """Samples of similar length side by side, for batches that are padded and not packed.
 
-Enters: lengths of a window, longest first. Leaves: where groups end, and in which order blocks of them are delivered. In a
-stream grouped by count the unit stays the single sample: a micro-batch is any number of neighbours, so the batch size may
-change at a resume. Only a padded-token budget makes the group itself the unit.
+Enters: lengths of a window, longest first. Leaves: where groups end, and in which order blocks of them are delivered.
+In a stream grouped by count the unit stays the single sample: a micro-batch is any number of neighbours, so the batch
+size may change at a resume. Only a padded-token budget makes the group itself the unit.
 """
 
 from __future__ import annotations
@@ -91,8 +91,10 @@ def budget_groups(lengths: Ints, budget: int) -> tuple[Ints, int]:
     return np.asarray(splits, dtype=np.int64), num_full
 
 
-def permute_blocks(num_units: int, block_units: int, key: Key) -> Ints:
-    """Return [num_units] the units in permuted blocks of neighbours."""
+def permute_blocks(num_units: int, block_units: int, key: Key | None) -> Ints:
+    """Return [num_units] the units in permuted blocks of neighbours; as they are without a key."""
+    if key is None:
+        return np.arange(num_units)
     num_blocks = -(-num_units // block_units)
     begins = permutation(key, num_blocks) * block_units
     order = (begins[:, None] + np.arange(block_units)[None, :]).ravel()  # [num_blocks * block_units]

@@ -1,8 +1,8 @@
 """Which source each draw of a mixture comes from, and when the mixture ends.
 
-Enters: shares of the sources, the number of the draw, how far each source is and has to go. Leaves: the sources of the next
-draws. A draw is a function of its number and the shares alone (multiples of the golden ratio, which fill the unit
-interval evenly from any start and at any stride), so shares may change between two draws and positions stay.
+Enters: shares of the sources, the number of the draw, how far each source is and has to go. Leaves: the sources of
+the next draws. A draw is a function of its number and the shares alone (multiples of the golden ratio, which fill the
+unit interval evenly from any start and at any stride), so shares may change between two draws and positions stay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Cost coefficients from a model's config.
 
-Enters: a config as a dict or an object with attributes (the nested form of a `config.json`: text and vision parts). Leaves:
-`CostConfig`, in units of one text token. Counted are the multiplications of matrices and of attention scores; a
-backward pass costs two forward passes, one without weight gradients, none where nothing below needs a gradient.
+Enters: a config as a dict or an object with attributes (the nested form of a `config.json`: text and vision parts).
+Leaves: `CostConfig`, in units of one text token. Counted are the multiplications of matrices and of attention scores;
+a backward pass costs two forward passes, one without weight gradients, none where nothing below needs a gradient.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The order of one source: which sample stands at position p of its endless stream of epochs.
 
-Enters: shard sizes, seed, epoch. Leaves: refs and lengths of any stretch of positions. Shards are permuted, taken in groups
-of K, and a group's samples are permuted as a whole. Only the live group is ever held (columns and permutation: about
-20 bytes a sample), so nothing grows with the dataset but one number per shard.
+Enters: shard sizes, seed, epoch. Leaves: refs and lengths of any stretch of positions. Shards are permuted, taken in
+groups of K, and a group's samples are permuted as a whole. Only the live group is ever held (columns and permutation:
+about 20 bytes a sample), so nothing grows with the dataset but one number per shard.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def group_entries(sizes: Ints, quotas: Ints, shards: Ints, key: Key, run_length:
 
 
 def _subset(sizes: Ints, quotas: Ints, shards: Ints, key: Key) -> Ints:
-    """Choose each shard's rows: all of them as often as the quota holds whole shards, and a keyed choice for the rest."""
+    """Choose rows: all of a shard as often as its quota holds it whole, and a keyed choice for the rest."""
     parts = []
     begin = 0
     for size, quota, shard in zip(sizes.tolist(), quotas.tolist(), shards.tolist(), strict=True):

@@ -1,10 +1,10 @@
 """Samples of one window -> packs: best-fit decreasing on residual capacity.
 
-Enters: lengths, vision tokens, capacity. Leaves: the pack number of every sample. Longest first, each sample goes to the open
-pack that it fills best; when none has room, a new one opens. It knows nothing of orders, windows or ranks.
+Enters: lengths, vision tokens, capacity. Leaves: the pack number of every sample. Longest first, each sample goes to
+the open pack that it fills best; when none has room, a new one opens. It knows nothing of orders, windows or ranks.
 
-Open packs lie in stacks by their residual. A two-level bit set of the stacks in use (64 residuals to a word, one bit for
-every word) finds the smallest sufficient residual in a few integer operations, for any capacity.
+Open packs lie in stacks by their residual. A two-level bit set of the stacks in use (64 residuals to a word, one bit
+for every word) finds the smallest sufficient residual in a few integer operations, for any capacity.
 """
 
 from __future__ import annotations

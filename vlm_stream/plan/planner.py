@@ -1,7 +1,8 @@
 """The planner: sources and a config -> steps, from the start or from a state.
 
-Enters: `SourceSpec`s, a reader of index columns, a `PlanConfig`; per run the shape of a step and a state. Leaves: `Step`s. It
-holds no position itself, so one planner serves any number of iterations. No files, no clock, no ranks that talk.
+Enters: `SourceSpec`s, a reader of index columns, a `PlanConfig`; per run the shape of a step and a state. Leaves:
+`Step`s. It holds no position itself, so one planner serves any number of iterations. No files, no clock, no ranks
+that talk.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.plan.check import Start, start_from
 from vlm_stream.plan.mixture import shares_of
 from vlm_stream.plan.queue import UnitQueue
-from vlm_stream.plan.randomness import Key
-from vlm_stream.plan.samples import Samples, SourceStream
+from vlm_stream.plan.samples import Samples, SourceStream, read_refs
 from vlm_stream.plan.state import Era, read_state, window_digest, write_state
 from vlm_stream.plan.steps import Block, Partial, Progress, Step, next_block, steps_of
 from vlm_stream.plan.window import Cursor, Terms, Window, epoch_at, plan_window
@@ -63,10 +63,14 @@ class Planner:
             epochs=config.epochs,
         )
         self._fingerprints = {
-            "sources": [(s.spec.name, s.digest, s.epoch_length) for s in self.streams],
+            "sources": [(s.spec.name, s.digest, max(s.epoch_length, 1)) for s in self.streams],
             "plan": config.stream_fields(),
             "geometry": config.geometry,
         }
+
+    def with_config(self, config: PlanConfig) -> Planner:
+        """Return a planner of the same sources with another config."""
+        return Planner(self.sources, self.read_columns, config, allow=self._allow)
 
     def steps(self, shape: StepShape, state: dict[str, Any] | None = None) -> Iterator[Step]:
         """Yield steps from the start or from a state; without end when `epochs` is None or the mixture never stops."""
@@ -94,11 +98,8 @@ class Planner:
             progress=Progress(),
             eras=(Era(first_window=0, terms=self.terms),),
             window_digest=None,
+            reported=0,
         )
-
-    def with_balance(self, balance: BalanceConfig) -> Planner:
-        """Return this planner with another deal."""
-        return Planner(self.sources, self.read_columns, replace(self.config, balance=balance), allow=self._allow)
 
     def window_at(self, cursor: Cursor, eras: Sequence[Era] | None = None) -> Window | None:
         """Plan the window at a cursor, under the terms of its era."""
@@ -119,7 +120,7 @@ class _Run:
         self.start = start
         self.progress = start.progress
         self.skipped = False
-        self.queue = self._open(start.done, planner)
+        self.queue = self._open(start.done, planner, start.cursor)
 
     def steps(self, wanted: Callable[[int, Block], bool] | None = None) -> Iterator[Step]:
         config = self.planner.config
@@ -142,8 +143,7 @@ class _Run:
         if partial is None:
             return
         same = (partial.shape, partial.balance) == (self.shape, self.planner.config.balance)
-        # Another balance may count other costs: the old deal needs windows planned with the old ones.
-        queue = self.queue if same else self._open(self.start.done, self.planner.with_balance(partial.balance))
+        queue = self.queue if same else self._open_as_dealt(partial.balance)
         block = next_block(queue, partial.shape, partial.balance, self.planner.config.rows)
         if block is None:
             raise StateError(
@@ -155,7 +155,8 @@ class _Run:
             return
         grid = block.deal().reshape(-1, partial.shape.world_size * partial.shape.batch_size)  # [steps * micro, units]
         delivered = grid[: partial.steps_done * partial.shape.micro_batches + partial.micro_done].ravel()
-        self.queue = self._open(_with_delivered(self.start.done, block, delivered[delivered >= 0]), self.planner)
+        done = _with_delivered(self.start.done, block, delivered[delivered >= 0])
+        self.queue = self._open(done, self.planner, self.start.cursor)
 
     def deal(self, block: Block, done: tuple[int, int] = (0, 0)) -> Iterator[Step]:
         first = block.table.windows[0].start
@@ -171,16 +172,24 @@ class _Run:
             )
         return self.planner.encode(place, progress, partial, self.start.eras)
 
-    def _open(self, done: Flags, planner: Planner) -> UnitQueue:
+    def _open_as_dealt(self, balance: BalanceConfig) -> UnitQueue:
+        """Open the stream with the costs that an interrupted block was dealt by, down to the carried samples."""
+        planner = self.planner.with_config(replace(self.planner.config, balance=balance))
+        carry = self.start.cursor.carry
+        again = read_refs(carry.refs, planner.sources, planner.read_columns, balance.costs)
+        cursor = replace(self.start.cursor, carry=replace(again, age=carry.age))
+        return self._open(self.start.done, planner, cursor)
+
+    def _open(self, done: Flags, planner: Planner, cursor: Cursor) -> UnitQueue:
         """Open the stream behind what was delivered, once it has proved to be the stream that the state knows."""
-        queue = UnitQueue(self.start.cursor, lambda cursor: planner.window_at(cursor, self.start.eras))
+        queue = UnitQueue(cursor, lambda cursor: planner.window_at(cursor, self.start.eras), self.start.reported)
         expected = self.start.window_digest
         if expected is not None:
             window = queue.peek()
             if window is None or window_digest(window) != expected:
                 raise StateError(
                     f"Window {self.start.cursor.window} of the plan does not come out as it was when the state was "
-                    f"saved, though seed, sources and config agree: lengths in the index, or the release, have changed. "
+                    f"saved, though seed, sources and config agree: lengths in the index, or the release, changed. "
                     f"Use the data and the release that wrote the state, or start without it."
                 )
         queue.discard(done)

@@ -1,7 +1,7 @@
 """Questions to a plan: what is in step N, and when does a sample come.
 
-Enters: a planner, the shape of a step, a step number or a ref, maybe a state to start from. Leaves: `Delivery` values. Answers
-are found by planning ahead without dealing, so that only the steps in question are dealt.
+Enters: a planner, the shape of a step, a step number or a ref, maybe a state to start from. Leaves: `Delivery`
+values. Answers are found by planning ahead without dealing, so that only the steps in question are dealt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Units that are planned and not yet dealt.
 
-Enters: windows, one after the other. Leaves: the next n units as one table, and `Place`: everything that says where in the
-unit stream the next unit is found, including units behind it that were delivered early, by a step of another shape.
+Enters: windows, one after the other. Leaves: the next n units as one table, and `Place`: everything that says where
+in the unit stream the next unit is found, including units behind it that were delivered early, by a step of another
+shape.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Place:
     left: tuple[Ints, ...]
     """Per window the numbers of its units that are still to come, ascending."""
     planned: int
-    """Number of the first window that was not planned yet when the stream stood here."""
+    """Number of the first window of which no unit was ever dealt: from here on the mixture may change its terms."""
 
     def done(self) -> npt.NDArray[np.bool_]:
         """Return which units from the cursor on are delivered, up to the last delivered one."""
@@ -69,7 +70,7 @@ class UnitTable:
     num_samples: Ints
     """[n] Samples in each unit."""
     dropped: tuple[Dropped, ...]
-    """Of the windows that begin with these units."""
+    """Of the windows that were planned for these units."""
 
     def __len__(self) -> int:
         """Return n."""
@@ -79,9 +80,13 @@ class UnitTable:
 class UnitQueue:
     """The unit stream from a cursor on, taken in any portions."""
 
-    def __init__(self, cursor: Cursor, plan: Callable[[Cursor], Window | None]) -> None:
-        """Start at a cursor; `plan` gives the window that begins at one."""
+    def __init__(self, cursor: Cursor, plan: Callable[[Cursor], Window | None], reported: int = 0) -> None:
+        """Start at a cursor; `plan` gives the window that begins at one.
+
+        Windows before number `reported` were planned before a resume: what they dropped is not told again.
+        """
         self._plan = plan
+        self._reported = reported
         self._next = cursor
         self._ended = False
         self._num_empty = 0
@@ -92,7 +97,8 @@ class UnitQueue:
         windows = tuple(window for window, _ in self._windows)
         cursor = windows[0].start if windows else self._next
         left = tuple(left for _, left in self._windows)
-        return Place(cursor=cursor, windows=windows, left=left, planned=self._next.window)
+        # A step of another shape may have reached farther than this queue has.
+        return Place(cursor=cursor, windows=windows, left=left, planned=max(self._next.window, self._reported))
 
     def peek(self) -> Window | None:
         """Return the window of the next unit without taking anything."""
@@ -130,9 +136,14 @@ class UnitQueue:
         self._drop_finished()
         if not any(len(units) for _, units in parts):
             for note in (note for window, _ in parts for note in window.dropped):
-                logger.warning("%s is left out at the end of the stream: %s (%d tokens)", note.ref, note.reason, note.tokens)
+                logger.warning(
+                    "%s is left out at the end of the stream: %s (%d tokens)", note.ref, note.reason, note.tokens
+                )
             return None
-        return _table([(window, units) for window, units in parts if len(units) or window.dropped])
+        fresh = [window for window, _ in parts if window.start.window >= self._reported]
+        self._reported = max([self._reported, *(window.after.window for window in fresh)])
+        dropped = tuple(note for window in fresh for note in window.dropped)
+        return _table([(window, units) for window, units in parts if len(units)], dropped)
 
     def _pull(self) -> bool:
         window = None if self._ended else self._plan(self._next)
@@ -143,8 +154,8 @@ class UnitQueue:
         self._num_empty = 0 if window.num_units else self._num_empty + 1
         if self._num_empty > _MAX_EMPTY:
             raise ConfigError(
-                f"{self._num_empty} windows in a row hold no sample that fits ({len(window.dropped)} dropped in the last "
-                f"one); the stream would search for ever. Raise pack_size, vision_size or max_tokens."
+                f"{self._num_empty} windows in a row hold no sample that fits ({len(window.dropped)} dropped in the "
+                f"last one); the stream would search for ever. Raise pack_size, vision_size or max_tokens."
             )
         self._windows.append((window, np.arange(window.num_units, dtype=np.int64)))
         return True
@@ -154,7 +165,7 @@ class UnitQueue:
             self._windows.popleft()
 
 
-def _table(parts: list[tuple[Window, Ints]]) -> UnitTable:
+def _table(parts: list[tuple[Window, Ints]], dropped: tuple[Dropped, ...]) -> UnitTable:
     def gather(name: str) -> npt.NDArray[np.int64]:
         return np.concatenate([getattr(window, name)[units] for window, units in parts])
 
@@ -166,11 +177,6 @@ def _table(parts: list[tuple[Window, Ints]]) -> UnitTable:
         llm=gather("llm"),
         vit=gather("vit"),
         hashes=np.concatenate([window.hashes[units] for window, units in parts]),
-        num_samples=np.concatenate([np.diff(window.splits)[units] for window, units in parts]),
-        dropped=tuple(
-            note
-            for window, units in parts
-            if not window.num_units or (len(units) and units[0] == 0)
-            for note in window.dropped
-        ),
+        num_samples=np.concatenate([window.splits[units + 1] - window.splits[units] for window, units in parts]),
+        dropped=dropped,
     )

@@ -1,8 +1,8 @@
 """Where all randomness of a plan comes from.
 
-Enters: (seed, epoch, source, purpose, index). Leaves: 64-bit words, or a permutation made of them. Only the raw output of
-a Philox counter is used: numpy promises never to change it, while its own shuffles may change between versions, and
-a state must survive an upgrade. Nothing else in this package draws random numbers.
+Enters: (seed, epoch, source, purpose, index). Leaves: 64-bit words, or a permutation made of them. Only the raw
+output of a Philox counter is used: numpy promises never to change it, while its own shuffles may change between
+versions, and a state must survive an upgrade. Nothing else in this package draws random numbers.
 """
 
 from __future__ import annotations

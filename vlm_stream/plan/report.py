@@ -1,7 +1,7 @@
 """The dry run: what a plan will do in a given world, from the index alone.
 
-Enters: a planner, the shape of a step, how many steps to look at. Leaves: `PlanReport`, plain numbers. Nothing is fetched,
-nothing decoded; byte ranges are read from the same columns as lengths.
+Enters: a planner, the shape of a step, how many steps to look at. Leaves: `PlanReport`, plain numbers. Nothing is
+fetched, nothing decoded; byte ranges are read from the same columns as lengths.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PlanReport:
     live_shards: float
     """Shards that a window takes samples from."""
     variance_inflation: float
-    """Sum over shards of the squared number of samples in a step, by its samples: 1 when all come from different shards."""
+    """Sum over shards of the squared samples in a step, by the step's samples: 1 when all are from different shards."""
     repeat_rate: float
     """Share of neighbouring samples of the stream that come from the same shard."""
     state_bytes: int
@@ -108,14 +108,15 @@ class _Tally:
         self._slots(tokens, real)
         self._imbalance(llm.sum(axis=2), vit.sum(axis=2))
         self._samples(step, numbers, real)
-        for window in table.windows:
-            if window.start.window not in self.windows:
-                self.windows.add(window.start.window)
-                self._window(window.samples.refs)
+        fresh = [window for window in table.windows if window.start.window not in self.windows]
+        self.windows.update(window.start.window for window in fresh)
+        for window in fresh:
+            self._window(window.samples.refs)
         for note in step.dropped:
             self.dropped[note.ref.source, note.reason] += 1
-        middle = (step.shape.micro_batches - 1) // 2
-        self.state_bytes = max(self.state_bytes, *(len(json.dumps(step.state_after(m))) for m in (middle, None)))
+        if fresh or not self.sums["steps"] % 64:  # what is carried, the bulk of a state, changes with the window
+            middle = max(step.micro_begin, (step.shape.micro_batches - 1) // 2)
+            self.state_bytes = max(self.state_bytes, *(len(json.dumps(step.state_after(m))) for m in (middle, None)))
 
     def _slots(self, tokens: Ints, real: npt.NDArray[np.bool_]) -> None:
         mode = self.planner.config.mode
@@ -141,7 +142,7 @@ class _Tally:
         for at, window in enumerate(table.windows):
             here = np.flatnonzero(table.window[unit] == at)
             units = table.unit[unit[here]]
-            begins, sizes = window.splits[units], np.diff(window.splits)[units]
+            begins, sizes = window.splits[units], window.splits[units + 1] - window.splits[units]
             ends = np.cumsum(sizes)
             members = np.repeat(begins - (ends - sizes), sizes) + np.arange(int(sizes.sum()))
             refs.append(window.samples.refs[members])

@@ -1,7 +1,8 @@
 """How many requests and bytes a store would see for a set of samples.
 
-Enters: refs with byte ranges, already sorted into the batches that are fetched together. Leaves: counts. The rule is that of
-the readers: ranges of one shard are joined over gaps of up to 256 KB, no request above 16 MB is made by joining.
+Enters: refs with byte ranges, already sorted into the batches that are fetched together. Leaves: counts. The rule is
+that of the readers: ranges of one shard are joined over gaps of up to 256 KB, no request above 16 MB is made by
+joining.
 """
 
 from __future__ import annotations

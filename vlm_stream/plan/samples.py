@@ -1,7 +1,7 @@
 """The samples of one source at given positions, with what the plan must know of each.
 
-Enters: an order and a `ColumnReader`. Leaves: `Samples`, arrays with a row per sample. The columns of the live group are
-kept, two groups at most (a window may straddle their border); a shard is read when a window first touches it.
+Enters: an order and a `ColumnReader`. Leaves: `Samples`, arrays with a row per sample. The columns of the live group
+are kept, two groups at most (a window may straddle their border); a shard is read when a window first touches it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
 
-__all__ = ["Samples", "SourceStream", "concatenate", "read_refs"]
+_SMALL_SOURCE = 1 << 18  # samples; their columns take 4 MB
+
+__all__ = ["Samples", "SourceStream", "concatenate", "read_refs", "read_shard"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,8 +141,9 @@ class SourceStream:
         self._costs = config.balance.costs
         self._layouts: dict[int, EpochLayout] = {}
         self._groups: dict[tuple[int, int], _LiveGroup] = {}
-        # A source of one group meets the same shards in every epoch; a small one meets many epochs in one window.
-        self._kept: dict[int, _ShardColumns] | None = {} if len(spec.samples_per_shard) <= config.order.group_shards else None
+        # A small source meets the same shards in every epoch, and many epochs in one window.
+        one_group = len(spec.samples_per_shard) <= config.order.group_shards
+        self._kept: dict[int, _ShardColumns] | None = {} if one_group and spec.num_samples <= _SMALL_SOURCE else None
 
     def take(self, position: int, count: int) -> Samples:
         """Return the samples at `count` positions from `position` on, whatever epochs and groups they lie in."""

@@ -1,7 +1,7 @@
 """A place in the unit stream as JSON, and back.
 
-Enters: a `Place`, what was delivered, the mixture's terms. Leaves: a dict of plain JSON values, a few KB, without pickle and
-without a world size except that of a step that was interrupted. Reading it back is checked in `check.py`.
+Enters: a `Place`, what was delivered, the mixture's terms. Leaves: a dict of plain JSON values, a few KB, without
+pickle and without a world size except that of a step that was interrupted. Reading it back is checked in `check.py`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def window_digest(window: Window) -> str:
 def write_state(
     place: Place, progress: Progress, partial: Partial | None, eras: Sequence[Era], fingerprints: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the state as JSON values; `fingerprints` holds sources (with epoch lengths), plan fields and geometry."""
+    """Return the state as JSON values; `fingerprints` holds sources (with epoch lengths), plan fields, geometry."""
     done = place.done()
     prefix = int(np.argmin(done)) if not done.all() else len(done)
     cursor = place.cursor

@@ -1,7 +1,8 @@
 """Steps: what every rank consumes next, and the state after each micro-step.
 
-Enters: a block of dealt units. Leaves: `Step`. A block is `horizon` steps dealt together. The state in the middle of a block
-is the place where the block began, the shape it was dealt for, and how much of it is done: enough to deal it again.
+Enters: a block of dealt units. Leaves: `Step`. A block is `horizon` steps dealt together. The state in the middle of
+a block is the place where the block began, the shape it was dealt for, and how much of it is done: enough to deal it
+again.
 """
 
 from __future__ import annotations
@@ -122,13 +123,14 @@ class Step:
     ) -> None:
         """Bind a block's step to the progress before each of its remaining micro-steps (and after the last)."""
         self._block = block
-        self._grid = grid[number]  # [micro, rank, row]
+        self._grid: npt.NDArray[np.int64] = grid[number]  # [micro, rank, row]
         self._number = number
         self._is_last = number == len(grid) - 1
         self._progress = progress
         self._encode = encode
         self.index = progress[0].steps
-        """Number of the step since the start of the run; goes on over a resume."""
+        """Number of the step since the start of the run; goes on over a resume. What is left of a step that was
+        interrupted and dealt anew for another shape begins with that step's number."""
         self.epoch = epoch
         """Epoch of the mixture in which the step's first unit was drawn."""
         self.micro_begin = block.shape.micro_batches - (len(progress) - 1)

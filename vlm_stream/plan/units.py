@@ -43,8 +43,8 @@ class Cut:
     dropped: tuple[Dropped, ...]
 
 
-def cut_units(samples: Samples, mode: Mode, key: Key, *, last: bool) -> Cut:
-    """Cut a window into units; the `last` one carries nothing."""
+def cut_units(samples: Samples, mode: Mode, key: Key | None, *, last: bool) -> Cut:
+    """Cut a window into units, permuted by the key or, without one, in their own order; the `last` carries nothing."""
     if isinstance(mode, PackConfig):
         return _packs(samples, mode, key, last=last)
     samples, dropped = fit_samples(samples, max_tokens=mode.max_tokens, max_vision=None, rule=mode.long_samples)
@@ -63,7 +63,7 @@ def cut_units(samples: Samples, mode: Mode, key: Key, *, last: bool) -> Cut:
     return _reorder(samples, splits, order, nothing, dropped)
 
 
-def _packs(samples: Samples, mode: PackConfig, key: Key, *, last: bool) -> Cut:
+def _packs(samples: Samples, mode: PackConfig, key: Key | None, *, last: bool) -> Cut:
     samples, dropped = fit_samples(
         samples, max_tokens=mode.pack_size, max_vision=mode.vision_size, rule=mode.long_samples
     )
@@ -79,7 +79,13 @@ def _packs(samples: Samples, mode: PackConfig, key: Key, *, last: bool) -> Cut:
     given_back = np.zeros(num_packs, dtype=bool) if last else _given_back(packs, lengths, samples.age, mode)
     place = np.empty(num_packs, dtype=np.int64)  # pack -> place in the stream; those given back stand behind it
     kept = np.flatnonzero(~given_back)
-    place[kept[permutation(key, len(kept))]] = np.arange(len(kept))
+    if key is not None:
+        kept = kept[permutation(key, len(kept))]
+    else:
+        first = np.full(num_packs, len(packs))
+        np.minimum.at(first, packs, np.arange(len(packs)))
+        kept = kept[np.argsort(first[kept], kind="stable")]
+    place[kept] = np.arange(len(kept))
     place[given_back] = len(kept)
     where = place[packs]  # [n]
     members = argsort_small(where, len(kept))

@@ -1,7 +1,8 @@
 """The values that enter and leave the plan.
 
-Enters: `SourceSpec` (shard sizes of a manifest) and `SampleColumns` (costs and byte ranges of one shard's samples, read
-by whoever owns the index, on demand). Leaves: `Unit` and the steps made of them. Nothing here knows files or tensors.
+Enters: `SourceSpec` (shard sizes of a manifest) and `SampleColumns` (costs and byte ranges of one shard's samples,
+read by whoever owns the index, on demand). Leaves: `Unit` and the steps made of them. Nothing here knows files or
+tensors.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class SampleColumns:
 class ColumnReader(Protocol):
     """Gives the columns of one shard; the plan calls it only for shards that its window touches.
 
-    A reader may also have `prefetch(shards: list[tuple[int, int]])`: it is called with all (source, shard) that the plan
-    is about to ask for, one by one, so that they can be read at once. A new group of shards begins with one such call.
+    A reader may also have `prefetch(shards: list[tuple[int, int]])`: it is called with all (source, shard) that the
+    plan is about to ask for, one by one, so that they can be read at once. A new group of shards begins with such a
+    call.
     """
 
     def __call__(self, source: int, shard: int) -> SampleColumns:
@@ -66,7 +68,8 @@ class SourceSpec:
     """Changes when any shard or index of the source changes."""
     weight: float = 1.0
     sample_ratio: float = 1.0
-    """Share of the source that one of its epochs delivers; above 1 some or all samples come more than once."""
+    """Share of the source that one of its epochs delivers; which samples a ratio below 1 leaves out is
+    chosen anew in every epoch, above 1 some or all come more than once."""
     tokens_per_sample: float = 1.0
     """Mean length: what turns a weight in tokens into a weight in samples."""
     num_samples: int = field(init=False)

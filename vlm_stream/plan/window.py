@@ -1,7 +1,8 @@
 """The unit stream, window by window.
 
-Enters: a cursor at the start of a window, and the mixture's terms. Leaves: that window's units and the cursor after it. A
-window is a pure function of the two: any process can plan any window that it has a cursor for. No world size here.
+Enters: a cursor at the start of a window, and the mixture's terms. Leaves: that window's units and the cursor after
+it. A window is a pure function of the two: any process can plan any window that it has a cursor for. No world size
+here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vlm_stream.errors import ConfigError
 from vlm_stream.plan.costs import llm_cost
 from vlm_stream.plan.mixture import draw
 from vlm_stream.plan.pack import PackConfig
@@ -87,7 +89,7 @@ class Window:
 
 
 def epoch_at(positions: Sequence[int], streams: Sequence[SourceStream], terms: Terms) -> int:
-    """Return the epoch that a mixture is in: that of its foremost source, or of its last one where all have to finish."""
+    """Return the epoch of a mixture: that of its foremost source, or of its last one where all have to finish."""
     share = dict(zip(terms.names, terms.shares, strict=True))
     epochs = [
         position // stream.epoch_length
@@ -106,7 +108,10 @@ def plan_window(cursor: Cursor, streams: Sequence[SourceStream], config: PlanCon
     if not len(fresh) and not len(cursor.carry):
         return None
     samples = concatenate([part for part in (cursor.carry, fresh) if len(part)])
-    cut = cut_units(samples, config.mode, Key(seed=config.seed, purpose="units", index=cursor.window), last=ended)
+    key = Key(seed=config.seed, purpose="units", index=cursor.window) if config.shuffle else None
+    cut = cut_units(samples, config.mode, key, last=ended)
+    if cut.dropped and config.mode.long_samples == "raise":
+        raise ConfigError(_refusal(cut.dropped[0], streams, config))
     splits, carry = cut.splits, cut.carry
     if max_units is not None and cursor.units + len(splits) - 1 >= max_units:
         splits, carry, ended = splits[: max_units - cursor.units + 1], Samples.empty(), True
@@ -130,6 +135,18 @@ def plan_window(cursor: Cursor, streams: Sequence[SourceStream], config: PlanCon
         hashes=_hash_units(members.refs, splits, [s.spec.name for s in streams]),
         dropped=cut.dropped,
         closes=ended,
+    )
+
+
+def _refusal(note: Dropped, streams: Sequence[SourceStream], config: PlanConfig) -> str:
+    mode = config.mode
+    limit = f"pack_size={mode.pack_size}" if isinstance(mode, PackConfig) else f"max_tokens={mode.max_tokens}"
+    if note.reason == "too_much_vision" and isinstance(mode, PackConfig):
+        limit = f"vision_size={mode.vision_size}"
+    return (
+        f"Sample {note.ref.row} of shard {note.ref.shard} of source '{streams[note.ref.source].spec.name}' has "
+        f"{note.tokens} tokens ({note.vision_tokens} of vision), above {limit}; it fits no unit, and long_samples is "
+        f"'raise'. Raise the limit, or set long_samples to 'drop' or 'truncate'."
     )
 
 
@@ -164,7 +181,7 @@ def _draw_fresh(
 def _sums(values: Ints, splits: Ints) -> Ints:
     """Add up the values of each unit."""
     totals = np.concatenate([[0], np.cumsum(values)])
-    return totals[splits[1:]] - totals[splits[:-1]]
+    return np.asarray(totals[splits[1:]] - totals[splits[:-1]])
 
 
 def _hash_units(refs: Ints, splits: Ints, names: Sequence[str]) -> npt.NDArray[np.uint64]:
