@@ -113,8 +113,13 @@ def test_media_join_in_order() -> None:
     assert [tuple(p.shape) for p in merge_media(lists)["pixel_values"]] == [(3, 1, 1), (3, 2, 2), (3, 2, 2)]
     with pytest.raises(TypeError, match="'pixel_values' is a tensor in some samples of a pack and a list in others"):
         merge_media([parts[0], lists[0]])
-    with pytest.raises(MediaJoinError, match=r"different shapes in one pack \(\(3,\), \(4,\)\)"):
-        merge_media([parts[0], {"pixel_values": torch.zeros(1, 4)}])
+    with pytest.raises(MediaJoinError, match=r"different rank in one pack \(\(3,\), \(3, 4\)\)"):
+        merge_media([parts[0], {"pixel_values": torch.zeros(1, 3, 4)}])
+    tiles = [{"pixel_values": torch.ones(1, n, 2, side)} for n, side in ((3, 2), (5, 1))]
+    joined = merge_media(tiles)["pixel_values"]
+    assert joined.shape == (2, 5, 2, 2)
+    assert (joined[0, :3].all(), joined[0, 3:].any()) == (True, False)
+    assert (joined[1, :, :, 0].all(), joined[1, :, :, 1].any()) == (True, False)
 
 
 def test_empty_and_overlong_packs_do_not_exist() -> None:

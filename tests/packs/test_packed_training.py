@@ -10,8 +10,16 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from vlm_stream.collate import neat_packed_vlm_collater
 from vlm_stream.errors import BadSampleError, ConfigError
-from vlm_stream.packs import ModelPositions, PositionRule, build_hf_pack, join_hf_packs
+from vlm_stream.packs import (
+    ModelPositions,
+    PositionRule,
+    build_hf_pack,
+    build_packed_vlm_sample,
+    join_hf_packs,
+    shift_sample,
+)
 
 log = logging.getLogger(__name__)
 Kinds = Callable[[str], dict[str, dict[str, Any]]]
@@ -103,6 +111,29 @@ def test_fake_images_are_not_seen(family: str, impl: str, form: str, kinds: Kind
     assert worst(without, (loss, grads)) < EXACT
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_document_masks_of_packed_samples_train_the_same(family: str, kinds: Kinds, model: Models) -> None:
+    """The other way to a batch: shifted samples, document numbers, the collater's mask, aligned documents."""
+    net, samples = model(family, "sdpa"), kinds(family)
+    rule = PositionRule.from_config(net.config)
+    rows = [("faked", "images", "video"), ("short", "faked")]
+    packs = [
+        build_packed_vlm_sample(
+            [shift_sample(samples[k] | {"position_ids": rule(samples[k])}, True) for k in row], 512, 3, True, 8
+        )
+        for row in rows
+    ]
+    batch = neat_packed_vlm_collater(packs, padding_idx=3, max_length=512)
+    labels = batch.pop("labels")
+    net.zero_grad(set_to_none=True)
+    inputs = {k: v for k, v in batch.items() if not k.startswith(("_", "n_"))}
+    loss = cross_entropy(net(**inputs, use_cache=False).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    packed = loss.item(), {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    singles = [alone(samples[k.replace("faked", "text")]) for row in rows for k in row]
+    assert worst(train(net, singles), packed) < EXACT
+
+
 def test_real_media_make_the_fake_image_needless(kinds: Kinds, model: Models) -> None:
     samples = kinds("qwen2_5_vl")
     positions = PositionRule.from_config(model("qwen2_5_vl", "sdpa").config)
@@ -172,6 +203,8 @@ def test_misfits_are_refused(kinds: Kinds) -> None:
         build_hf_pack([samples["text"]], pad_to=20)
     with pytest.raises(ConfigError, match="'mask4' is no way to keep documents apart; did you mean 'mask4d'"):
         build_hf_pack([samples["text"]], attention="mask4")
+    with pytest.raises(ConfigError, match="position rule gave 2 rows per token"):
+        build_hf_pack([samples["text"]], positions=lambda sample: torch.zeros(2, len(sample["input_ids"])))
     half = samples["images"] | {"attention_mask": samples["images"]["attention_mask"].clone()}
     half["attention_mask"][5] = 0
     with pytest.raises(BadSampleError, match="hides 1 tokens and shows media tokens"):

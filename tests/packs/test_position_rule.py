@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_stream.errors import BadSampleError, ConfigError
-from vlm_stream.packs import ModelPositions, PositionRule, compute_mrope_position_ids
+from vlm_stream.packs import ModelPositions, PositionRule, WeightlessPositions, compute_mrope_position_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +92,34 @@ def test_rule_equals_the_model_on_real_samples(
             assert torch.equal(rule(sample), expected)
             assert torch.equal(rule(bare), expected)
         assert torch.equal(compute_mrope_position_ids(bare, net.model.get_rope_index), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_class_without_weights_gives_the_same(
+    family: str, kinds: Callable[..., Any], model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older versions place clips by other rules, which only their own code knows."""
+    net = model(family, "sdpa")
+    monkeypatch.setattr("transformers.__version__", "5.17.2")
+    rule = PositionRule.from_config(net.config)
+    assert isinstance(rule, PositionRule if family == "qwen3_vl" else WeightlessPositions)
+    weightless = pickle.loads(pickle.dumps(WeightlessPositions.find(net.config)))
+    from_json = WeightlessPositions.find(net.config.to_dict())
+    for sample in kinds(family).values():
+        expected = compute_mrope_position_ids(sample, net.model.get_rope_index)
+        assert torch.equal(weightless(sample), expected)
+        assert torch.equal(from_json(sample), expected)
+
+
+def test_families_without_a_rule_here_use_their_own_class() -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("ernie4_5_vl_moe")
+    config.text_config.rope_parameters = {"mrope_section": [1, 1, 1]}
+    rule = PositionRule.from_config(config)
+    assert isinstance(rule, WeightlessPositions)
+    sample = make_sample("ernie4_5_vl_moe", [("text", 3, 0, 0), ("image", 1, 2, 3), ("text", 2, 0, 0)])
+    assert rule(sample).shape == (3, len(sample["input_ids"]))
 
 
 def test_media_that_touch_are_told_apart() -> None:

@@ -23,7 +23,7 @@ from vlm_stream.packs.keys import IGNORE, MEDIA_KEYS
 from vlm_stream.packs.lengths import count_documents, cu_seqlens, thd_fields
 from vlm_stream.packs.masks import document_mask_4d
 from vlm_stream.packs.media import MediaJoinError, merge_media
-from vlm_stream.packs.model_positions import ModelPositions, compute_mrope_position_ids
+from vlm_stream.packs.model_positions import ModelPositions, WeightlessPositions, compute_mrope_position_ids
 from vlm_stream.packs.packed_sample import build_packed_vlm_sample
 from vlm_stream.packs.positions import PositionRule
 from vlm_stream.packs.shift import shift_sample
@@ -35,6 +35,7 @@ __all__ = [
     "MediaJoinError",
     "ModelPositions",
     "PositionRule",
+    "WeightlessPositions",
     "build_hf_pack",
     "build_packed_vlm_sample",
     "compute_mrope_position_ids",

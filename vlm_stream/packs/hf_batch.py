@@ -6,7 +6,7 @@ one more document, without labels, which no other document sees.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["join_hf_packs"]
 
-_COUNTED = {"n_images_per_sample": "image_grid_thw", "n_videos_per_sample": "video_grid_thw"}
+_COUNTED: Final = {
+    "n_images_per_sample": ("image_grid_thw", "image_sizes", "pixel_values"),
+    "n_videos_per_sample": ("video_grid_thw", "pixel_values_videos"),
+}
+"""By the rows of what media are counted: the first of these that a pack has."""
 
 
 def join_hf_packs(
@@ -63,9 +67,13 @@ def join_hf_packs(
     if batch["position_ids"].shape[0] == 1:
         batch["position_ids"] = batch["position_ids"][0]
     if media_counts:
-        counts = {name: torch.tensor([len(p.get(grid, ())) for p in packs]) for name, grid in _COUNTED.items()}
+        counts = {name: torch.tensor([_count(pack, keys) for pack in packs]) for name, keys in _COUNTED.items()}
         batch |= {name: count for name, count in counts.items() if count.any()}
     return batch | merge_media(packs)
+
+
+def _count(pack: Mapping[str, Any], keys: Sequence[str]) -> int:
+    return next((len(pack[key]) for key in keys if key in pack), 0)
 
 
 def _pad_row(pack: Mapping[str, Any], length: int, padding_idx: int) -> dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ __all__ = ["ATTENTION_FORMS", "MASK_DTYPES", "Positions", "build_hf_pack"]
 
 Positions: TypeAlias = "Callable[[Sample], torch.Tensor | None]"
 
+_AXES: Final = 3
 MASK_DTYPES: Final = {"mask4d": torch.float32, "mask4d_bool": torch.bool}
 ATTENTION_FORMS: Final = ("positions", *MASK_DTYPES)
 """How documents are kept apart: by restarting positions, an additive 4-D mask, or a bool 4-D mask (SDPA only)."""
@@ -52,7 +53,8 @@ def build_hf_pack(
         positions: `PositionRule` or `ModelPositions` for families with multi-axis positions; None for all others.
         pad_to: Length of the row; without it the row is as long as its documents.
         hf_labels: Labels for transformers' own loss. False: already shifted, for trainers whose loss does not.
-        attention: One of `ATTENTION_FORMS`.
+        attention: One of `ATTENTION_FORMS`. The mask forms are for plain causal models: a mask that is given replaces
+            sliding windows and attention within images.
 
     Returns:
         `input_ids`, `labels` and token types `[1, L]`; `position_ids` `[4, 1, L]` with a rule, else `[1, L]`;
@@ -64,6 +66,12 @@ def build_hf_pack(
     if attention not in ATTENTION_FORMS:
         raise ConfigError(
             f"attention={attention!r} is no way to keep documents apart; {nearest_name(attention, ATTENTION_FORMS)}"
+        )
+    if attention in MASK_DTYPES and any(sample.get("token_type_ids") is not None for sample in samples):
+        raise ConfigError(
+            f"attention={attention!r} says that a token sees what is before it, and samples with token_type_ids are "
+            f"of a family whose image tokens see each other; it would train another model. Use "
+            f"attention='positions'."
         )
     documents = as_documents([_with_positions(sample, positions) for sample in samples])
     length = sum(len(document["input_ids"]) for document in documents)
@@ -78,7 +86,7 @@ def build_hf_pack(
     keys = [key for key in ("mm_token_type_ids", "token_type_ids") if any(key in document for document in documents)]
     rows = [_rows(document, keys, hf_labels) for document in documents]
     if pad_to is not None and length < pad_to:
-        rows.append(padding_document(pad_to - length, padding_idx, keys, multi_axis=positions is not None))
+        rows.append(padding_document(pad_to - length, padding_idx, keys, multi_axis="position_ids" in documents[0]))
     pack = {key: torch.cat([row[key] for row in rows], dim=-1) for key in rows[0]}
     pack = {key: value[:, None] if value.ndim == 2 else value[None] for key, value in pack.items()}
     if attention in MASK_DTYPES:
@@ -102,7 +110,13 @@ def padding_document(
 
 def _with_positions(sample: Sample, positions: Positions | None) -> dict[str, Any]:
     plain = {key: value for key, value in sample.items() if key != "position_ids"}
-    return plain if positions is None else plain | {"position_ids": positions(sample)}
+    axes = None if positions is None else positions(sample)
+    if axes is not None and axes.shape[0] != _AXES:
+        raise ConfigError(
+            f"The position rule gave {axes.shape[0]} rows per token, and models find documents only beside {_AXES} of "
+            f"them (time, height, width). Do not pack this family."
+        )
+    return plain if axes is None else plain | {"position_ids": axes}
 
 
 def _rows(document: Sample, keys: Sequence[str], hf_labels: bool) -> dict[str, torch.Tensor]:

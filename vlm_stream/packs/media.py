@@ -44,16 +44,28 @@ def merge_media(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def _join(name: str, values: list[Any]) -> Any:
     if all(isinstance(value, torch.Tensor) for value in values):
-        shapes = {tuple(value.shape[1:]) for value in values}
-        if len(shapes) > 1:
-            raise MediaJoinError(
-                f"'{name}' has rows of different shapes in one pack ({', '.join(map(str, sorted(shapes)))}), which "
-                f"cannot be joined into one tensor. Encode such a family with lists of pixels, or do not pack it."
-            )
-        return torch.cat(values)
+        return torch.cat(_same_shape(name, values))
     if any(isinstance(value, torch.Tensor) for value in values):
         raise MediaJoinError(
             f"'{name}' is a tensor in some samples of a pack and a list in others, so their order cannot be kept. "
             f"Encode all samples with one processor configuration."
         )
     return [row for value in values for row in value]
+
+
+def _same_shape(name: str, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors with zeros added where rows differ in size (tiles of an image), as processors pad a batch."""
+    shapes = {tuple(value.shape[1:]) for value in values}
+    if len(shapes) == 1:
+        return values
+    if len({len(shape) for shape in shapes}) > 1:
+        raise MediaJoinError(
+            f"'{name}' has rows of different rank in one pack ({', '.join(map(str, sorted(shapes)))}), which cannot be "
+            f"joined. Encode all samples with one processor configuration."
+        )
+    target = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    # `pad` takes pairs from the last axis to the first.
+    room = [
+        [n for size, most in zip(v.shape[:0:-1], target[::-1], strict=True) for n in (0, most - size)] for v in values
+    ]
+    return [torch.nn.functional.pad(value, pairs) for value, pairs in zip(values, room, strict=True)]

@@ -6,19 +6,20 @@ Enters: an encoded sample, the bound method. Leaves: `[3, length]`, or None wher
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vlm_stream.packs.keys import token_row
+from vlm_stream.packs.keys import TOKEN_KEYS, token_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vlm_stream.packs.keys import Sample
 
-__all__ = ["ModelPositions", "compute_mrope_position_ids"]
+__all__ = ["ModelPositions", "WeightlessPositions", "compute_mrope_position_ids"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,46 @@ class ModelPositions:
     def __call__(self, sample: Sample) -> torch.Tensor | None:
         """Return the positions `[3, length]`, or None where the callback takes no `input_ids`."""
         return compute_mrope_position_ids(sample, self.get_rope_index)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightlessPositions:
+    """A position rule that asks a model's class, with its config and without its weights; call it with a sample.
+
+    It follows the installed transformers to the letter, at the price of importing the model's code in every worker.
+    """
+
+    config: Any
+    """The model's config."""
+
+    @classmethod
+    def find(cls, config: Any) -> WeightlessPositions | None:
+        """Return the rule, or None where transformers has no class with a `get_rope_index` for that config.
+
+        Args:
+            config: A transformers config object, or the contents of its `config.json`.
+        """
+        from transformers import CONFIG_MAPPING, AutoConfig
+
+        if isinstance(config, Mapping):
+            if config.get("model_type") not in CONFIG_MAPPING:
+                return None
+            config = AutoConfig.for_model(**config)
+        return cls(config) if hasattr(_model_class(config), "get_rope_index") else None
+
+    def __call__(self, sample: Sample) -> torch.Tensor | None:
+        """Return the positions `[3, length]` of an encoded sample."""
+        model_class = _model_class(self.config)
+        shell = model_class.__new__(model_class)
+        torch.nn.Module.__init__(shell)
+        shell.config = self.config
+        return compute_mrope_position_ids(sample, shell.get_rope_index)
+
+
+def _model_class(config: Any) -> Any:
+    from transformers import MODEL_MAPPING
+
+    return MODEL_MAPPING.get(type(config), None)
 
 
 def compute_mrope_position_ids(sample: Sample, get_rope_index: Callable[..., Any]) -> torch.Tensor | None:
@@ -52,13 +93,11 @@ def compute_mrope_position_ids(sample: Sample, get_rope_index: Callable[..., Any
     ids = token_row(sample, "input_ids")
     if "input_ids" not in names or ids is None:
         return None
-    offered: dict[str, Any] = {"input_ids": ids[None]}
-    for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts"):
-        offered[name] = sample.get(name)
-    if isinstance(offered["second_per_grid_ts"], list):
-        offered["second_per_grid_ts"] = torch.tensor(offered["second_per_grid_ts"])
-    # Qwen-Omni's name for the same numbers.
-    offered["second_per_grids"] = offered["second_per_grid_ts"]
+    offered: dict[str, Any] = {name: value for name, value in sample.items() if name not in TOKEN_KEYS}
+    offered["input_ids"] = ids[None]
+    seconds = sample.get("second_per_grid_ts")
+    # Qwen-Omni has its own name for the same numbers.
+    offered["second_per_grid_ts"] = offered["second_per_grids"] = None if seconds is None else torch.as_tensor(seconds)
     mask = token_row(sample, "attention_mask")
     offered["attention_mask"] = None if mask is None else mask[None]
     if "mm_token_type_ids" in names:

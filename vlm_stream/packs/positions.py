@@ -18,6 +18,7 @@ import torch
 
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.packs.keys import token_row
+from vlm_stream.packs.model_positions import WeightlessPositions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,7 @@ __all__ = ["PositionRule"]
 
 _IMAGE: Final = 1
 _VIDEO: Final = 2
+_CLIP_RULE_SINCE: Final = (5, 18)
 _CLIP_FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl")
 _FRAME_FAMILIES: Final = (
     "qwen3_vl",
@@ -62,27 +64,31 @@ class PositionRule:
             raise ConfigError(f"merge_size is {self.merge_size}, so no positions follow from it; give at least 1.")
 
     @classmethod
-    def from_config(cls, config: Any) -> PositionRule | None:
+    def from_config(cls, config: Any) -> PositionRule | WeightlessPositions | None:
         """Read the rule from a model config.
 
         Args:
             config: A transformers config object, or the contents of its `config.json`.
 
         Returns:
-            The rule, or None for a family whose positions count on by one whatever the tokens are.
+            The rule; the model class's own method, without weights, where the family or the installed transformers
+            follows another rule than those here; None for families whose positions count on by one.
 
         Raises:
-            ConfigError: The family has multi-axis positions by a rule that is not written down here.
+            ConfigError: The family has multi-axis positions, and neither a rule nor a class of it is known.
         """
         family = str(_read(config, "model_type", default=""))
         text, vision = _read(config, "text_config", default=config), _read(config, "vision_config", default=None)
-        if family in (*_CLIP_FAMILIES, *_FRAME_FAMILIES):
+        if family in _FRAME_FAMILIES or (family in _CLIP_FAMILIES and _clip_rule_is_installed()):
             seconds = _read(vision, "tokens_per_second", default=None) if family == "qwen2_5_vl" else None
             ids = {name: _read(config, name, default=None) for name in ("image_token_id", "video_token_id")}
             merge = int(_read(vision, "spatial_merge_size", default=2))
             return cls(merge_size=merge, frames_apart=family in _FRAME_FAMILIES, tokens_per_second=seconds, **ids)
         ropes = [_read(text, name, default=None) or {} for name in ("rope_parameters", "rope_scaling")]
-        if any("mrope_section" in rope for rope in ropes):
+        if family in _CLIP_FAMILIES or any("mrope_section" in rope for rope in ropes):
+            own = WeightlessPositions.find(config)
+            if own is not None:
+                return own
             raise ConfigError(
                 f"The family {family!r} has multi-axis positions (mrope_section) by a rule that is not known here; "
                 f"packing with plain positions would train another model. Pass "
@@ -181,6 +187,17 @@ def _mismatch(kind: int, length: int, grid: torch.Tensor | None) -> str:
     what = "image" if kind == _IMAGE else "video"
     owner = f"no {what} grid is left for them" if grid is None else f"the next {what} grid stands for {grid.shape[1]}"
     return f"{length} {what} tokens in a row, and {owner}: tokens and media of the sample do not belong together."
+
+
+def _clip_rule_is_installed() -> bool:
+    """Say whether the installed transformers places clips by the rule above.
+
+    Before 5.3 text went on after the last frame's time, and until 5.17 seconds were cut to whole numbers.
+    """
+    from transformers import __version__
+
+    major, minor = (int(part) for part in __version__.split(".")[:2])
+    return (major, minor) >= _CLIP_RULE_SINCE
 
 
 def _read(config: Any, name: str, *, default: Any) -> Any:
