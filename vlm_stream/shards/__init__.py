@@ -12,6 +12,7 @@ restart must know), `engines/`, `shard_task` (one shard), `media_bytes`, `sample
 from __future__ import annotations
 
 from vlm_stream.shards.convert import ShardReport, make_shards
+from vlm_stream.shards.counting import load_processor, template_digest
 from vlm_stream.shards.fields import FieldMap, is_text_member, to_conversation
 from vlm_stream.shards.foreign import IndexOptions, index_tars
 from vlm_stream.shards.index import ShardIndex, read_index
@@ -39,9 +40,11 @@ __all__ = [
     "index_tars",
     "is_text_member",
     "load_manifest",
+    "load_processor",
     "make_shards",
     "read_index",
     "recount",
+    "template_digest",
     "to_conversation",
     "verify_dataset",
 ]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vlm_stream.conversation import Conversation
     from vlm_stream.tokens import MediaSizes
 
-__all__ = ["EstimatingCounter", "ExactCounter", "SampleCounter", "load_processor", "open_counter"]
+__all__ = ["EstimatingCounter", "ExactCounter", "SampleCounter", "load_processor", "open_counter", "template_digest"]
 
 
 class SampleCounter(Protocol):
@@ -83,7 +83,7 @@ class ExactCounter:
             kind="exact" if self._counter.geometry.is_exact else "estimated",
             processor=self._name,
             processor_class=type(processor).__name__,
-            template_sha256=_template_digest(processor),
+            template_sha256=template_digest(processor),
             library=f"transformers {transformers.__version__}",
         )
 
@@ -118,12 +118,12 @@ def load_processor(name: str, *, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # the hub's client, config parsers and remote code raise nearly anything
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"the processor '{name}' cannot be loaded ({first}), so nothing was counted. "
+            f"the processor '{name}' cannot be loaded ({first}), so nothing can be counted or encoded. "
             f"Give a name on the hub, or a folder that save_pretrained has written."
         ) from error
 
 
-def _template_digest(processor: Any) -> str:
+def template_digest(processor: Any) -> str:
     """Return what identifies tokenizer text: the chat template, with the vocabulary's size."""
     tokenizer = getattr(processor, "tokenizer", processor)
     template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)

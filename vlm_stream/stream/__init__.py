@@ -2,7 +2,7 @@
 
 Enters: sources, a processor, options. Leaves: `VLMStream`, whose batches are ready for the model.
 
-In the order the data meets them: `sources.py`, `options.py`, `world.py`, `processors.py` (what the user said),
+In the order the data meets them: `sources.py`, `options.py`, `world.py` (what the user said), `counting.py`,
 `datasets.py` (manifests and indexes: what the plan asks, where bytes lie), `pipeline.py` (plan -> bytes -> batches),
 `rows.py` (samples, holes and fillers), `collators.py` (packed or padded), `dataset.py` (the IterableDataset).
 """

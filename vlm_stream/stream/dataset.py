@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import copy
 import itertools
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vlm_stream.encode import Encoder
 from vlm_stream.plan import Planner
+from vlm_stream.shards import load_processor
 from vlm_stream.storage import SpanReader
 from vlm_stream.stream.collators import make_collator
 from vlm_stream.stream.counting import count_fake_image, read_geometry
 from vlm_stream.stream.datasets import OpenDatasets
 from vlm_stream.stream.pipeline import Delivery, MicroBatch, deliver
-from vlm_stream.stream.processors import load_processor
 from vlm_stream.stream.rows import RowBuilder
 from vlm_stream.stream.sources import Sources, normalise_sources
 from vlm_stream.stream.world import find_world
@@ -75,7 +76,8 @@ class VLMStream(IterableDataset[dict[str, Any]]):
             stride: Every so many-th micro-batch is made here.
         """
         options = self.options
-        processor = load_processor(self.processor)
+        named = isinstance(self.processor, str | PathLike)
+        processor = load_processor(fspath(self.processor)) if named else self.processor
         geometry = read_geometry(processor, options)
         fake_tokens = count_fake_image(processor, geometry) if options.fake_image else 0
         datasets = OpenDatasets(self.sources, geometry, fake_tokens=fake_tokens, store_options=options.store)
