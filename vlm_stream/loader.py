@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import time
 from typing import TYPE_CHECKING, Any
 
-from vlm_stream.errors import StateError
+from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.ledger import Ledger
+from vlm_stream.metrics import Meter, resident_bytes, serve_prometheus
 from vlm_stream.stream import StreamOptions, VLMStream
+from vlm_stream.workers import WorkerOptions, WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from vlm_stream.stream import Delivery, Sources
 
 __all__ = ["StreamLoader"]
+
+_KEY = "vlm_stream"
 
 
 class StreamLoader:
@@ -30,15 +36,20 @@ class StreamLoader:
     >>> for batch in loader:                                                                 # doctest: +SKIP
     ...     loss = model(**batch, use_cache=False).loss
 
-    The keyword arguments are those of `StreamOptions`, plus:
+    It follows the `Stateful` protocol of torch.distributed.checkpoint. Iterating again after the end delivers the next
+    epoch. The other keyword arguments are the fields of `StreamOptions`.
 
     Args:
         sources: A path or URL, a list of them, or `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`.
         processor: A transformers processor, or the name or path of one.
         num_workers: Processes that read and encode; 0 does it in this one.
-        prefetch_batches: Batches that each worker keeps ready.
-        rank: Data-parallel rank; by default torch.distributed's, or 0.
-        world_size: Number of data-parallel ranks; by default torch.distributed's, or 1.
+        prefetch_batches: Finished batches that each worker keeps ready.
+        worker_timeout: Seconds after which a worker that finishes nothing is replaced; None: never.
+        max_restarts: Workers that may be replaced before the run ends.
+        start_method: How workers start: "fork", "spawn" or "forkserver"; None: the platform's default.
+        rank: Data-parallel rank; by default the device mesh's, torch.distributed's, torchrun's, or 0.
+        world_size: Number of data-parallel ranks, likewise.
+        device_mesh: A `DeviceMesh`: model-parallel peers get the same data.
     """
 
     def __init__(
@@ -48,51 +59,98 @@ class StreamLoader:
         processor: Any,
         num_workers: int = 0,
         prefetch_batches: int = 2,
+        worker_timeout: float | None = None,
+        max_restarts: int = 10,
+        start_method: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        device_mesh: Any = None,
         **options: Any,
     ) -> None:
         """Keep the settings; nothing is opened before iteration starts."""
+        if num_workers < 0 or prefetch_batches < 1:
+            raise ConfigError(
+                f"num_workers={num_workers} and prefetch_batches={prefetch_batches} make no batches; give 0 or more "
+                f"workers and at least 1 batch to prefetch"
+            )
         self.stream = VLMStream(
-            sources, processor=processor, options=StreamOptions.parse(options), rank=rank, world_size=world_size
+            sources,
+            processor=processor,
+            options=StreamOptions.parse(options),
+            rank=rank,
+            world_size=world_size,
+            device_mesh=device_mesh,
         )
-        self.num_workers = num_workers
-        self.prefetch_batches = prefetch_batches
+        self._workers = WorkerOptions(
+            num_workers=num_workers,
+            prefetch=prefetch_batches,
+            hang_s=worker_timeout,
+            max_restarts=max_restarts,
+            start_method=start_method,
+        )
         self.ledger = Ledger(max_rate=self.stream.options.bad_budget)
-        self._state: dict[str, Any] | None = None
+        self._meter = Meter()
+        self._pool: WorkerPool | None = None
+        self._cursor: dict[str, Any] | None = None
+        self._rounds = 0
+
+    @classmethod
+    def from_config(cls, path: str | os.PathLike[str], **overrides: Any) -> StreamLoader:
+        """Build a loader from a YAML recipe; keywords replace its values."""
+        from vlm_stream.config import load_config
+
+        return cls(**(load_config(path) | overrides))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield batches from the current position to the end of the epoch (or for ever)."""
-        self.stream.start_at(self._state)
-        for delivery in self._deliveries():
-            self._state = delivery.state
-            self.ledger.saw(delivery.num_samples)
-            self.ledger.extend(delivery.bad)
-            yield delivery.batch
-        self._state = None  # the next iteration starts anew
+        self.stream.epochs_before = self._rounds * (self.stream.options.epochs or 0)
+        deliveries = self._deliveries()
+        begin = time.monotonic()
+        try:
+            for delivery in deliveries:
+                self._cursor = delivery.state
+                self._meter.add(delivery, time.monotonic() - begin)
+                self.ledger.saw(delivery.num_samples)
+                self.ledger.extend(delivery.bad)
+                yield delivery.batch
+                begin = time.monotonic()
+        finally:
+            deliveries.close()  # type: ignore[attr-defined]  # a generator: it ends the workers
+        self._rounds += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last batch handed out, as JSON values."""
-        return {"vlm_stream": copy.deepcopy(self._state)}
+        return {_KEY: copy.deepcopy(self._cursor), "rounds": self._rounds}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on behind the batch after which `state_dict` was called, with any number of ranks and workers."""
-        if not isinstance(state, dict) or "vlm_stream" not in state:
+        if not isinstance(state_dict, dict) or _KEY not in state_dict:
             raise StateError(
-                "this is not the state of a StreamLoader (it has no 'vlm_stream' entry), so there is no position to go "
-                "on from; pass what loader.state_dict() returned, unwrapped from your checkpoint"
+                f"this is not the state of a StreamLoader (it has no '{_KEY}' entry), so there is no position to go on "
+                f"from; pass what loader.state_dict() returned, unwrapped from your checkpoint"
             )
-        self._state = json.loads(json.dumps(state["vlm_stream"]))
+        self._cursor = json.loads(json.dumps(state_dict[_KEY]))
+        self._rounds = int(state_dict.get("rounds", 0))
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts, rates and times per stage so far, for TensorBoard, W&B or a table."""
+        pids = self._pool.pids() if self._pool is not None else []
+        return self._meter.numbers(pack_size=self.stream.options.pack_size) | {
+            "ready_batches": self._pool.num_ready() if self._pool is not None else 0,
+            "worker_restarts": self._pool.num_restarts if self._pool is not None else 0,
+            "resident_megabytes": resident_bytes([os.getpid(), *pids]) / 1e6,
+        }
+
+    def serve_metrics(self, port: int, address: str = "127.0.0.1") -> Any:
+        """Serve `metrics()` to Prometheus at `http://address:port/metrics`."""
+        return serve_prometheus(self.metrics, port, address)
 
     def _deliveries(self) -> Iterator[Delivery]:
-        if not self.num_workers:
-            return self.stream.deliveries()
-        from torch.utils.data import DataLoader
-
-        loader: DataLoader[Delivery] = DataLoader(
-            self.stream.as_deliveries(),
-            batch_size=None,
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_batches,
-        )
-        return iter(loader)
+        if not self._workers.num_workers:
+            yield from self.stream.deliveries(self._cursor)
+            return
+        self._pool = WorkerPool(self.stream.deliveries, self._cursor, self._workers)
+        try:
+            yield from self._pool.items(lambda: self._cursor)
+        finally:
+            self._pool.close()

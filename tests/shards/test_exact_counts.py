@@ -123,7 +123,7 @@ def test_counts_that_records_bring_along_are_used_without_a_processor(write_json
 
 def test_processor_that_does_not_exist(toy_meta: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"the processor '.*empty' cannot be loaded \(.*nothing was counted"):
+    with pytest.raises(ConfigError, match=r"the processor '.*empty' cannot be loaded \(.*nothing can be counted"):
         make_shards(toy_meta, tmp_path / "out", processor=str(tmp_path / "empty"))
 
 

@@ -1,7 +1,7 @@
-"""How rows of encoded samples become a batch: packed, or padded.
+"""How rows of encoded samples become a batch: packed, padded, or by a function of the user's.
 
-Both give what `model(**batch, use_cache=False)` of a transformers model takes: labels that are not shifted (the model's
-loss does that, once), positions that restart with each packed document, and media joined in the order of the rows.
+The first two give what `model(**batch, use_cache=False)` of a transformers model takes: labels that are not shifted (the
+model's loss does that, once), positions that restart with each packed document, media joined in the order of the rows.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from vlm_stream.collate import pad_collate_fn
 from vlm_stream.packs import IGNORE, PositionRule, build_hf_pack, join_hf_packs, merge_media
+from vlm_stream.pp_media import prepare_vlm_media_for_pp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vlm_stream.stream.options import StreamOptions
+    from vlm_stream.stream.options import CollateFn, StreamOptions
 
-__all__ = ["Collator", "PackedCollator", "PaddedCollator", "make_collator"]
+__all__ = ["Collator", "CustomCollator", "PackedCollator", "PaddedCollator", "make_collator"]
 
 _TOKEN_FILLS = {"input_ids": None, "attention_mask": 0, "labels": IGNORE, "mm_token_type_ids": 0, "token_type_ids": 0}
 
@@ -36,16 +38,32 @@ class Collator(Protocol):
 class PackedCollator:
     """Several samples a row, as documents that do not see each other."""
 
-    def __init__(self, *, capacity: int, padding_idx: int, positions: PositionRule | None) -> None:
-        """Take the size of a row and the family's position rule (None: positions count on by one)."""
-        self.capacity: int | None = capacity
-        self._padding_idx = padding_idx
-        self._positions = positions
+    def __init__(self, processor: Any, options: StreamOptions) -> None:
+        """Read the padding token and the family's position rule from the processor."""
+        self.capacity: int | None = options.pack_size
+        self._padding_idx = _padding_idx(processor)
+        self._positions = PositionRule.from_processor(processor)
+        self._options = options
 
     def __call__(self, rows: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
         """Pack each row, then pad the rows to the longest."""
-        packs = [build_hf_pack(row, padding_idx=self._padding_idx, positions=self._positions) for row in rows]
-        return _with_safe_loss(join_hf_packs(packs, padding_idx=self._padding_idx))
+        options = self._options
+        packs = [
+            build_hf_pack(
+                row,
+                padding_idx=self._padding_idx,
+                positions=self._positions,
+                hf_labels=options.hf_labels,
+                attention=options.attention,
+            )
+            for row in rows
+        ]
+        return join_hf_packs(
+            packs,
+            padding_idx=self._padding_idx,
+            pad_to=options.pack_size if options.pad_rows else None,
+            media_counts=options.pp_microbatches is not None,
+        )
 
 
 class PaddedCollator:
@@ -53,9 +71,9 @@ class PaddedCollator:
 
     capacity: int | None = None
 
-    def __init__(self, *, padding_idx: int) -> None:
-        """Take the token of padding slots."""
-        self._padding_idx = padding_idx
+    def __init__(self, processor: Any) -> None:
+        """Read the padding token from the processor."""
+        self._padding_idx = _padding_idx(processor)
 
     def __call__(self, rows: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
         """Pad and stack."""
@@ -66,19 +84,62 @@ class PaddedCollator:
             if any(key in sample for sample in samples):
                 value = self._padding_idx if fill is None else fill
                 batch[key] = torch.stack([_padded(sample, key, length, value) for sample in samples])
-        return _with_safe_loss(batch | merge_media(samples))
+        return batch | merge_media(samples)
+
+
+class CustomCollator:
+    """A function of the user's (or one of `vlm_stream.collate`), called with the rows and the processor."""
+
+    def __init__(self, function: CollateFn, processor: Any, capacity: int | None) -> None:
+        """Keep the function; a capacity means that rows are packs."""
+        self.capacity = capacity
+        self._function = function
+        self._processor = processor
+
+    def __call__(self, rows: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+        """Call it: a packed row is a list of samples, any other row a sample."""
+        given = rows if self.capacity is not None else [sample for row in rows for sample in row]
+        return self._function(given, self._processor)
 
 
 def make_collator(processor: Any, options: StreamOptions) -> Collator:
-    """Return the collator of the mode, with what the processor says of padding and positions."""
+    """Return the collator that the options ask for, with media cut for a pipeline if they do."""
+    collator: Collator
+    if options.collate_fn is not None:
+        collator = CustomCollator(options.collate_fn, processor, options.pack_size if _packs(options) else None)
+    elif _packs(options):
+        collator = PackedCollator(processor, options)
+    elif options.hf_labels:
+        collator = PaddedCollator(processor)
+    else:
+        collator = CustomCollator(pad_collate_fn, processor, None)
+    return _Finished(collator, options)
+
+
+class _Finished:
+    """What every batch gets at last, however it was joined."""
+
+    def __init__(self, collator: Collator, options: StreamOptions) -> None:
+        self.capacity = collator.capacity
+        self._collator = collator
+        self._options = options
+
+    def __call__(self, rows: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+        batch = self._collator(rows)
+        if self._options.hf_labels and self._options.collate_fn is None:
+            batch = _with_safe_loss(batch)
+        if self._options.pp_microbatches is not None:
+            prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), self._options.pp_microbatches)
+        return batch
+
+
+def _packs(options: StreamOptions) -> bool:
+    return options.mode == "packed"
+
+
+def _padding_idx(processor: Any) -> int:
     tokenizer = getattr(processor, "tokenizer", processor)
-    padding_idx = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    if options.mode != "packed":
-        return PaddedCollator(padding_idx=padding_idx)
-    assert options.pack_size is not None  # noqa: S101 - StreamOptions refuses a packed mode without it
-    return PackedCollator(
-        capacity=options.pack_size, padding_idx=padding_idx, positions=PositionRule.from_processor(processor)
-    )
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
 
 def _padded(sample: dict[str, Any], key: str, length: int, fill: int) -> torch.Tensor:

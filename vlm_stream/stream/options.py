@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from vlm_stream.encode import EncodeConfig
 from vlm_stream.errors import ConfigError, nearest_name
@@ -20,7 +20,9 @@ from vlm_stream.plan import (
     StepShape,
 )
 from vlm_stream.storage import ReadOptions, StoreOptions
-from vlm_stream.tokens import FrameRule
+
+if TYPE_CHECKING:
+    from vlm_stream.tokens import FrameRule
 
 __all__ = ["CollateFn", "Mode", "StreamOptions"]
 
@@ -182,9 +184,7 @@ class StreamOptions:
             )
         if self.mode == "plain":
             return PlainConfig(max_tokens=self.max_length, long_samples=self.long_samples)
-        return GroupConfig(
-            max_tokens=self.max_length, token_budget=self.token_budget, long_samples=self.long_samples
-        )
+        return GroupConfig(max_tokens=self.max_length, token_budget=self.token_budget, long_samples=self.long_samples)
 
     def shape(self, world_size: int) -> StepShape:
         """Return how steps are cut for that many ranks."""
@@ -202,9 +202,7 @@ class StreamOptions:
 
     def read(self) -> ReadOptions:
         """Return how bytes are read."""
-        return ReadOptions(
-            prefetch_bytes=self.prefetch_bytes, cache_dir=self.cache_dir, cache_bytes=self.cache_bytes
-        )
+        return ReadOptions(prefetch_bytes=self.prefetch_bytes, cache_dir=self.cache_dir, cache_bytes=self.cache_bytes)
 
 
 _CHOICES: dict[str, Sequence[str]] = {

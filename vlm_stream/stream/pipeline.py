@@ -6,6 +6,7 @@ order. What is bad becomes a hole and a ledger entry; it never changes which mic
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from vlm_stream.plan import Dropped, Ref, Step, Unit
-    from vlm_stream.storage import Span, SpanReader
+    from vlm_stream.storage import ReadTotals, Span, SpanReader
     from vlm_stream.stream.datasets import OpenDatasets
     from vlm_stream.stream.rows import RowBuilder
 
@@ -66,8 +67,16 @@ class Delivery:
     """Tokens of the samples in it."""
     num_planned_tokens: int
     """Tokens that the index promised."""
+    num_rows: int
+    """Rows of the batch, fillers included."""
+    num_slots: int
+    """Tokens of the batch, padding included."""
     seconds: dict[str, float]
     """Time spent waiting for bytes (`fetch`), in `encode` and in `collate`."""
+    reads: ReadTotals
+    """What the worker's reader has done since it began."""
+    pid: int
+    """The process that made it."""
 
 
 @dataclass(slots=True)
@@ -101,13 +110,13 @@ def deliver(
         entry.missing -= 1
         while pending and not pending[0].missing:  # also micro-batches of fillers alone, which want no bytes
             waited = time.perf_counter() - waited_from
-            yield _finish(pending.popleft(), datasets, rows, waited)
+            yield _finish(pending.popleft(), datasets, rows, (waited, reader.metrics))
             waited_from = time.perf_counter()
     while pending:
-        yield _finish(pending.popleft(), datasets, rows, time.perf_counter() - waited_from)
+        yield _finish(pending.popleft(), datasets, rows, (time.perf_counter() - waited_from, reader.metrics))
 
 
-def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, waited: float) -> Delivery:
+def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, fetched: tuple[float, ReadTotals]) -> Delivery:
     begin = time.perf_counter()
     bad = [_ledger_entry(note.ref, _not_planned(note), datasets) for note in entry.plan.dropped]
     encoded_rows: list[list[tuple[Ref, dict[str, Any]]]] = []
@@ -138,7 +147,11 @@ def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, waited: f
         num_samples=len(entry.read) + len(entry.plan.dropped),
         num_tokens=sum(len(sample["input_ids"]) for row in encoded_rows for _, sample in row),
         num_planned_tokens=sum(unit.tokens for unit in entry.units if unit is not None),
-        seconds={"fetch": waited, "encode": encoded - begin, "collate": time.perf_counter() - encoded},
+        num_rows=len(entry.units),
+        num_slots=batch["input_ids"].numel() if "input_ids" in batch else 0,
+        seconds={"fetch": fetched[0], "encode": encoded - begin, "collate": time.perf_counter() - encoded},
+        reads=fetched[1],
+        pid=os.getpid(),
     )
 
 

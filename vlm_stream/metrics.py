@@ -1,0 +1,103 @@
+"""What a loader has done so far, as numbers for a log, a dashboard or a table.
+
+Enters: deliveries, one by one. Leaves: a flat dict of numbers. Rates are over the whole life of the meter.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vlm_stream.storage import ReadTotals
+    from vlm_stream.stream import Delivery
+
+__all__ = ["Meter", "resident_bytes", "serve_prometheus"]
+
+
+class Meter:
+    """Adds deliveries up."""
+
+    def __init__(self) -> None:
+        """Start at nothing."""
+        self._begin = time.monotonic()
+        self._counts: Counter[str] = Counter()
+        self._seconds: Counter[str] = Counter()
+        self._reads: dict[int, ReadTotals] = {}
+        self._newest_step = 0
+
+    def add(self, delivery: Delivery, waited: float) -> None:
+        """Count one delivery that the consumer waited for so many seconds."""
+        self._counts.update(
+            batches=1,
+            samples=delivery.num_samples,
+            bad_samples=len(delivery.bad),
+            tokens=delivery.num_tokens,
+            slots=delivery.num_slots,
+            rows=delivery.num_rows,
+        )
+        self._seconds.update(delivery.seconds)
+        self._seconds["wait"] += waited  # type: ignore[assignment]  # a Counter takes any number
+        self._reads[delivery.pid] = delivery.reads
+        self._newest_step = delivery.step
+
+    def numbers(self, *, pack_size: int | None = None) -> dict[str, float]:
+        """Return everything so far."""
+        elapsed = max(time.monotonic() - self._begin, 1e-9)
+        counts, batches = self._counts, max(self._counts["batches"], 1)
+        wanted, read, requests, retries = (
+            sum(getattr(totals, name) for totals in self._reads.values())
+            for name in ("bytes_wanted", "bytes_read", "requests", "retries")
+        )
+        numbers: dict[str, float] = {
+            "step": self._newest_step,
+            "batches": counts["batches"],
+            "samples": counts["samples"],
+            "bad_samples": counts["bad_samples"],
+            "tokens": counts["tokens"],
+            "padding": 1 - counts["tokens"] / counts["slots"] if counts["slots"] else 0.0,
+            "samples_per_s": counts["samples"] / elapsed,
+            "tokens_per_s": counts["tokens"] / elapsed,
+            "megabytes_per_s": wanted / elapsed / 1e6,
+            "requests_per_sample": requests / max(counts["samples"], 1),
+            "read_amplification": read / max(wanted, 1),
+            "retries": retries,
+        }
+        if pack_size is not None:
+            numbers["fill"] = counts["tokens"] / (pack_size * max(counts["rows"], 1))
+        return numbers | {f"{stage}_s_per_batch": self._seconds[stage] / batches for stage in sorted(self._seconds)}
+
+
+def resident_bytes(pids: list[int]) -> int:
+    """Return the resident memory of processes, 0 where the system does not tell."""
+    return sum(_resident_bytes(pid) for pid in pids)
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def serve_prometheus(numbers: Any, port: int, address: str = "127.0.0.1") -> Any:
+    """Serve `numbers()` at `http://address:port/metrics`; needs the extra `metrics`. Returns the server's handle."""
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client.core import GaugeMetricFamily
+    except ImportError as error:
+        from vlm_stream.errors import MissingExtraError
+
+        raise MissingExtraError("prometheus_client", "metrics", "A Prometheus endpoint") from error
+
+    class _Collector:
+        def collect(self) -> Any:
+            for name, value in numbers().items():
+                yield GaugeMetricFamily(f"vlm_stream_{name}", f"vlm_stream loader: {name}", value=value)
+
+    registry = CollectorRegistry()
+    registry.register(_Collector())  # type: ignore[arg-type]  # any object with collect() is a collector
+    return start_http_server(port, addr=address, registry=registry)
