@@ -54,6 +54,12 @@ def test_blocks_are_no_curriculum(make):
     assert not (np.sort(means)[::-1] == means).all()
 
 
+def test_without_shuffle_lengths_fall_through_the_window(make):
+    plan = make.planner([make.source("s", [256] * 4)], PlanConfig(mode=GroupConfig(block_units=64), shuffle=False))
+    window = plan.window_at(plan.start().cursor)
+    assert (np.diff(window.tokens) <= 0).all()
+
+
 def test_groups_of_a_budget_stay_under_it(make):
     mode = GroupConfig(token_budget=16_384, block_units=8)
     plan = make.planner([make.source("s", [256] * 16)], PlanConfig(window=512, mode=mode))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.plan import PackConfig, PlanConfig, Ref, StepShape
+from vlm_stream.plan import PackConfig, PlainConfig, PlanConfig, Ref, StepShape
 from vlm_stream.plan.lower_bound import packs_lower_bound
 from vlm_stream.plan.pack import best_fit_decreasing
 from vlm_stream.plan.report import plan_report
@@ -204,6 +204,17 @@ def test_long_samples_can_stop_the_run(make):
     plan = make.planner([make.source("s", [5])], PlanConfig(mode=mode, shuffle=False), lambda rng, n: np.asarray(LONG))
     with pytest.raises(ConfigError, match=r"Sample 1 of shard 0 of source 's' has 9000 tokens .* above pack_size=8192"):
         next(plan.steps(StepShape()))
+
+
+def test_the_limit_that_stops_the_run_is_named(make):
+    sources = [make.source("s", [5])]
+    for mode, limit in [
+        (PackConfig(pack_size=99_999, vision_size=100, long_samples="raise"), "vision_size=100"),
+        (PlainConfig(max_tokens=500, long_samples="raise"), "max_tokens=500"),
+    ]:
+        plan = make.planner(sources, PlanConfig(mode=mode), lambda rng, n: np.asarray(LONG))
+        with pytest.raises(ConfigError, match=f"above {limit}; it fits no unit"):
+            next(plan.steps(StepShape()))
 
 
 def test_samples_with_too_much_vision_are_named(make):

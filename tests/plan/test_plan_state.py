@@ -164,6 +164,15 @@ def test_damaged_states_are_refused(make):
         plan.steps(SHAPE, {**good, "carry": "AAAA"})
 
 
+def test_a_state_inside_a_step_behind_the_end_is_refused(make):
+    state = state_in_the_middle(make)
+    for source in state["sources"]:
+        source["epoch"], source["position"] = 1, 0
+    state.update(carry="", units_done=0, window_digest=None)
+    with pytest.raises(StateError, match="stands inside a step, but the stream has no units left there"):
+        next(make.planner(sources_of(make), CONFIG).steps(SHAPE, state))
+
+
 def test_unknown_overrides_are_refused(make):
     plan = make.planner(sources_of(make), CONFIG, allow=["geometri"])
     with pytest.raises(ConfigError, match="allow='geometri' is no override: did you mean 'geometry'"):

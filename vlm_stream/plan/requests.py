@@ -39,8 +39,11 @@ def count_requests(batch: Ints, shard: Ints, offset: Ints, num_bytes: Ints) -> t
     order = np.lexsort((offset, shard, batch))
     batch, shard, begin = batch[order], shard[order], offset[order]
     end = begin + num_bytes[order]
-    near = (batch[1:] == batch[:-1]) & (shard[1:] == shard[:-1]) & (begin[1:] - end[:-1] <= MAX_GAP_BYTES)
-    splits = np.flatnonzero(~near) + 1
+    same = (batch[1:] == batch[:-1]) & (shard[1:] == shard[:-1])
+    # How far the ranges before reach, within one batch and shard: each of those is lifted above the one before.
+    lift = np.concatenate([[0], np.cumsum(~same)]) * (int(end.max()) + 1)
+    reach = np.maximum.accumulate(end + lift) - lift
+    splits = np.flatnonzero(~(same & (begin[1:] - reach[:-1] <= MAX_GAP_BYTES))) + 1
     runs = zip([0, *splits.tolist()], [*splits.tolist(), len(begin)], strict=True)
     requests, total = 0, 0
     for first, last in runs:
