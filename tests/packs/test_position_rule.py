@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.packs import ModelPositions, PositionRule, WeightlessPositions, compute_mrope_position_ids
+from vlm_stream.packs.positions import _CLIP_FAMILIES, _FRAME_FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 MERGE = 2
 
 
-def make_sample(family: str, parts: list[tuple[str, int, int, int]]) -> dict[str, Any]:
+def make_sample(frames_apart: bool, parts: list[tuple[str, int, int, int]]) -> dict[str, Any]:
     """Lay out text and media as the family's processor does; ids other than the media's are 50."""
     ids: list[int] = []
     types: list[int] = []
@@ -37,7 +38,7 @@ def make_sample(family: str, parts: list[tuple[str, int, int, int]]) -> dict[str
         frames = t if what == "video" else 1
         grids[what].append([frames, h * MERGE, w * MERGE])
         kind = 1 if what == "image" else 2
-        runs = [h * w] * frames if family == "qwen3_vl" else [frames * h * w]
+        runs = [h * w] * frames if frames_apart else [frames * h * w]
         for run in runs:  # Qwen3-VL writes a timestamp before every frame
             put(run, 900 + kind, kind)
             put(1, 50, 0)
@@ -61,7 +62,7 @@ def test_rule_equals_the_model(
     family: str, parts: list[tuple[str, int, int, int]], seconds: list[float], hidden: int, model: Callable[..., Any]
 ) -> None:
     net = model(family, "sdpa")
-    sample = make_sample(family, parts)
+    sample = make_sample(family == "qwen3_vl", parts)
     if "video_grid_thw" in sample and family == "qwen2_5_vl":
         sample["second_per_grid_ts"] = torch.tensor(seconds)[: len(sample["video_grid_thw"])]
     mask = torch.ones_like(sample["input_ids"])
@@ -118,8 +119,30 @@ def test_families_without_a_rule_here_use_their_own_class() -> None:
     config.text_config.rope_parameters = {"mrope_section": [1, 1, 1]}
     rule = PositionRule.from_config(config)
     assert isinstance(rule, WeightlessPositions)
-    sample = make_sample("ernie4_5_vl_moe", [("text", 3, 0, 0), ("image", 1, 2, 3), ("text", 2, 0, 0)])
+    sample = make_sample(False, [("text", 3, 0, 0), ("image", 1, 2, 3), ("text", 2, 0, 0)])
     assert rule(sample).shape == (3, len(sample["input_ids"]))
+
+
+ALL_PARTS = [("text", 3, 0, 0), ("image", 1, 2, 3), ("video", 3, 2, 2), ("text", 4, 0, 0), ("video", 2, 3, 1)]
+
+
+@pytest.mark.parametrize("family", [*_CLIP_FAMILIES, *_FRAME_FAMILIES])
+def test_every_rule_here_is_that_of_its_class(family: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family)
+    config.vision_config.spatial_merge_size = MERGE
+    rule = PositionRule.from_config(config)
+    assert isinstance(rule, PositionRule)
+    sample = make_sample(rule.frames_apart, ALL_PARTS)
+    assert torch.equal(rule(sample), WeightlessPositions.find(config)(sample))
+
+
+def test_a_processor_does_not_know_older_rules(processor: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    assert PositionRule.from_processor(processor("qwen3_vl")) is not None
+    with pytest.raises(ConfigError, match="places the videos of qwen2_5_vl by another rule"):
+        PositionRule.from_processor(processor("qwen2_5_vl"))
 
 
 def test_media_that_touch_are_told_apart() -> None:

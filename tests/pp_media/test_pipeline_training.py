@@ -6,18 +6,22 @@ with its shape-inference forward.
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from vlm_stream.packs import PositionRule, build_hf_pack, join_hf_packs
-from vlm_stream.pp_media import VLM_PP_MEDIA_KEY, wrap_vlm_collate_for_pp
+from vlm_stream.pp_media import VLM_PP_MEDIA_KEY, pp_chunk_specs, stage_vlm_media_for_pp, wrap_vlm_collate_for_pp
 
 log = logging.getLogger(__name__)
 EXACT = 1e-5
@@ -189,3 +193,30 @@ def test_the_first_stage_reads_each_micro_batch_once(name: str, schedule: str, r
         grids = [media[key] for key in ("image_grid_thw", "video_grid_thw") if key in media]
         owned = [sum(len(grid[i]) for grid in grids) for i in range(case["n"])]
         assert runs["ranks"][0][name, schedule]["steps"][step]["taken"] == (owned[:1] if step == 0 else []) + owned
+
+
+def test_uneven_micro_batches_get_their_own_media(encoded: dict[str, Any], net: Any) -> None:
+    """Seven rows in three micro-batches are 3, 2, 2 where torch cuts.
+
+    Torch's stages receive into buffers of the first micro-batch's shape, so only the first stage can run this.
+    """
+    spec = importlib.util.spec_from_file_location("run_stage", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    run_stage = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(run_stage)
+    rule = PositionRule.from_config(net.config)
+    kinds = ("images", "text", "image", "short", "video", "text", "mixed")
+    batch = wrap_vlm_collate_for_pp(dict, 3)(padded([encoded[kind] for kind in kinds], rule))
+    whole_media = {key: torch.cat(chunks) for key, chunks in batch[VLM_PP_MEDIA_KEY].items() if key in run_stage.MEDIA}
+    kwargs = {key: batch[key] for key in ("position_ids", "attention_mask")}
+    part = run_stage.FirstStage(copy.deepcopy(net))
+    split = split_args_kwargs_into_chunks((batch["input_ids"],), kwargs, 3, kwargs_chunk_spec=pp_chunk_specs(kwargs))
+    pp = SimpleNamespace(info=SimpleNamespace(has_first_stage=True, stages=None, schedule=None))
+    with torch.no_grad():
+        with stage_vlm_media_for_pp(pp, [part], batch):
+            rows = [part(*args, **more) for args, more in zip(*split, strict=True)]
+        whole = part.model(input_ids=batch["input_ids"], use_cache=False, **kwargs, **whole_media).last_hidden_state
+    assert [len(row) for row in rows] == [3, 2, 2]
+    real = kwargs["attention_mask"].bool()
+    assert torch.allclose(torch.cat(rows)[real], whole[real], atol=1e-5)

