@@ -28,6 +28,10 @@ COMMANDS: Final = {
     "verify": "check every checksum, range and count of a dataset against its tars",
     "recount": "count text tokens again for another processor; tars stay untouched",
     "stats": "print the token, size and media histograms of a dataset",
+    "plan": "the dry run: fill, steps, balance and requests, from the index alone",
+    "where": "which samples a step holds, or at which step a sample is delivered",
+    "replay": "rebuild the batches of one step and rank, bit for bit",
+    "bench": "run a loader without a model and show where the time goes",
 }
 
 _EXIT_PROBLEM: Final = 1

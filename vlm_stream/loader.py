@@ -27,6 +27,18 @@ if TYPE_CHECKING:
 __all__ = ["StreamLoader"]
 
 _KEY = "vlm_stream"
+_OWN_NAMES = (
+    "sources",
+    "processor",
+    "num_workers",
+    "prefetch_batches",
+    "worker_timeout",
+    "max_restarts",
+    "start_method",
+    "rank",
+    "world_size",
+    "device_mesh",
+)
 
 
 class StreamLoader:
@@ -76,7 +88,7 @@ class StreamLoader:
         self.stream = VLMStream(
             sources,
             processor=processor,
-            options=StreamOptions.parse(options),
+            options=StreamOptions.parse(options, others=_OWN_NAMES),
             rank=rank,
             world_size=world_size,
             device_mesh=device_mesh,

@@ -99,5 +99,5 @@ def serve_prometheus(numbers: Any, port: int, address: str = "127.0.0.1") -> Any
                 yield GaugeMetricFamily(f"vlm_stream_{name}", f"vlm_stream loader: {name}", value=value)
 
     registry = CollectorRegistry()
-    registry.register(_Collector())  # type: ignore[arg-type]  # any object with collect() is a collector
+    registry.register(_Collector())
     return start_http_server(port, addr=address, registry=registry)

@@ -21,7 +21,7 @@ from vlm_stream.plan.model_costs import costs_of_model
 from vlm_stream.plan.order import OrderConfig
 from vlm_stream.plan.pack import PackConfig
 from vlm_stream.plan.planner import Planner
-from vlm_stream.plan.query import Delivery, find_sample, samples_of_step, state_before_step
+from vlm_stream.plan.query import PlannedSample, find_sample, samples_of_step, state_before_step, step_at
 from vlm_stream.plan.report import PlanReport, plan_report
 from vlm_stream.plan.steps import Step
 from vlm_stream.plan.values import ColumnReader, Dropped, Ref, SampleColumns, SourceSpec, StepShape, Unit
@@ -30,7 +30,6 @@ __all__ = [
     "BalanceConfig",
     "ColumnReader",
     "CostConfig",
-    "Delivery",
     "Dropped",
     "GroupConfig",
     "MixtureConfig",
@@ -39,6 +38,7 @@ __all__ = [
     "PlainConfig",
     "PlanConfig",
     "PlanReport",
+    "PlannedSample",
     "Planner",
     "Ref",
     "SampleColumns",
@@ -51,4 +51,5 @@ __all__ = [
     "plan_report",
     "samples_of_step",
     "state_before_step",
+    "step_at",
 ]

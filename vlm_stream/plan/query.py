@@ -1,6 +1,6 @@
 """Questions to a plan: what is in step N, and when does a sample come.
 
-Enters: a planner, the shape of a step, a step number or a ref, maybe a state to start from. Leaves: `Delivery`
+Enters: a planner, the shape of a step, a step number or a ref, maybe a state to start from. Leaves: `PlannedSample`
 values. Answers are found by planning ahead without dealing, so that only the steps in question are dealt.
 """
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from vlm_stream.plan.steps import Block, Step
     from vlm_stream.plan.values import Ref, StepShape
 
-__all__ = ["Delivery", "find_sample", "samples_of_step", "state_before_step"]
+__all__ = ["PlannedSample", "find_sample", "samples_of_step", "state_before_step", "step_at"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
+class PlannedSample:
     """One sample at its place in the run."""
 
     step: int
@@ -45,17 +45,15 @@ class Delivery:
         return asdict(self)
 
 
-def samples_of_step(
-    planner: Planner, shape: StepShape, step: int, *, rank: int | None = None, state: dict[str, Any] | None = None
-) -> tuple[Delivery, ...]:
-    """Return the samples of one step, of one rank or of all, in the order of delivery."""
+def step_at(planner: Planner, shape: StepShape, step: int, *, state: dict[str, Any] | None = None) -> Step:
+    """Return one step that is ahead; it has no state, because what comes before it is skipped."""
 
     def holds_step(first: int, block: Block) -> bool:
         return first + -(-len(block.table) // shape.units_per_step) > step
 
     for found in planner.search(shape, state, holds_step):
         if found.index == step:
-            return tuple(d for d in _deliveries(planner, found) if rank is None or d.rank == rank)
+            return found
         if found.index > step:
             break
     raise InputError(
@@ -64,9 +62,17 @@ def samples_of_step(
     )
 
 
+def samples_of_step(
+    planner: Planner, shape: StepShape, step: int, *, rank: int | None = None, state: dict[str, Any] | None = None
+) -> tuple[PlannedSample, ...]:
+    """Return the samples of one step, of one rank or of all, in the order of delivery."""
+    found = step_at(planner, shape, step, state=state)
+    return tuple(sample for sample in _deliveries(planner, found) if rank is None or sample.rank == rank)
+
+
 def find_sample(
     planner: Planner, shape: StepShape, ref: Ref, *, state: dict[str, Any] | None = None, max_steps: int | None = None
-) -> Delivery | None:
+) -> PlannedSample | None:
     """Return where a sample is delivered next; None when it is not, within `max_steps` or before the end.
 
     An endless stream needs `max_steps` for samples that are never delivered.
@@ -102,7 +108,7 @@ def state_before_step(
     )
 
 
-def _deliveries(planner: Planner, step: Step) -> Iterator[Delivery]:
+def _deliveries(planner: Planner, step: Step) -> Iterator[PlannedSample]:
     table, grid = step.table, step.numbers()
     for micro in range(step.micro_begin, grid.shape[0]):
         for rank in range(grid.shape[1]):
@@ -113,7 +119,7 @@ def _deliveries(planner: Planner, step: Step) -> Iterator[Delivery]:
                 members = np.arange(window.splits[unit], window.splits[unit + 1])
                 refs, tokens = window.samples.refs[members].tolist(), window.samples.tokens[members].tolist()
                 for place, ((source, shard, sample_row), length) in enumerate(zip(refs, tokens, strict=True)):
-                    yield Delivery(
+                    yield PlannedSample(
                         step=step.index,
                         rank=rank,
                         micro=micro,

@@ -85,6 +85,7 @@ class ExactCounter:
             processor_class=type(processor).__name__,
             template_sha256=template_digest(processor),
             library=f"transformers {transformers.__version__}",
+            geometry=self._counter.geometry.to_json(),
         )
 
     def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> int:  # noqa: ARG002
@@ -105,8 +106,8 @@ def open_counter(processor: str | None, *, trust_remote_code: bool = False) -> S
     return ExactCounter(processor, load_processor(processor, trust_remote_code=trust_remote_code))
 
 
-def load_processor(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Load a transformers processor.
+def load_processor(name: str, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Load a transformers processor, with any options of its `from_pretrained`.
 
     Raises:
         ConfigError: There is no such processor.
@@ -114,7 +115,9 @@ def load_processor(name: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoProcessor
 
     try:
-        return AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)  # type: ignore[no-untyped-call]
+        return AutoProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+            name, trust_remote_code=trust_remote_code, **options
+        )
     except Exception as error:  # the hub's client, config parsers and remote code raise nearly anything
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(

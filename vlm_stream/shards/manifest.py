@@ -80,6 +80,8 @@ class TokenCounting:
     """Of the chat template's text."""
     library: str = ""
     """Version of transformers, which decides how templates and timestamps become text."""
+    geometry: dict[str, Any] = field(default_factory=dict)
+    """`Geometry.to_json()` of that processor: plans can be made without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 Enters: sources, a processor, options. Leaves: `VLMStream`, whose batches are ready for the model.
 
-In the order the data meets them: `sources.py`, `options.py`, `world.py` (what the user said), `counting.py`,
-`datasets.py` (manifests and indexes: what the plan asks, where bytes lie), `pipeline.py` (plan -> bytes -> batches),
-`rows.py` (samples, holes and fillers), `collators.py` (packed or padded), `dataset.py` (the IterableDataset).
+In the order the data meets them: `sources.py`, `options.py`, `world.py`, `processors.py` (what the user said),
+`counting.py`, `datasets.py` (manifests and indexes: what the plan asks, where bytes lie), `planning.py`,
+`pipeline.py` (plan -> bytes -> batches), `rows.py` (samples, holes and fillers), `collators.py` (packed or padded),
+`dataset.py` (the IterableDataset).
 """
 
 from __future__ import annotations
@@ -12,6 +13,17 @@ from __future__ import annotations
 from vlm_stream.stream.dataset import VLMStream
 from vlm_stream.stream.options import StreamOptions
 from vlm_stream.stream.pipeline import Delivery
-from vlm_stream.stream.sources import Sources
+from vlm_stream.stream.planning import open_planner
+from vlm_stream.stream.processors import open_processor
+from vlm_stream.stream.sources import SourceOptions, Sources, normalise_sources
 
-__all__ = ["Delivery", "Sources", "StreamOptions", "VLMStream"]
+__all__ = [
+    "Delivery",
+    "SourceOptions",
+    "Sources",
+    "StreamOptions",
+    "VLMStream",
+    "normalise_sources",
+    "open_planner",
+    "open_processor",
+]

@@ -1,7 +1,7 @@
 """How rows of encoded samples become a batch: packed, padded, or by a function of the user's.
 
-The first two give what `model(**batch, use_cache=False)` of a transformers model takes: labels that are not shifted (the
-model's loss does that, once), positions that restart with each packed document, media joined in the order of the rows.
+The first two give what `model(**batch, use_cache=False)` of a transformers model takes: labels that are not shifted
+(the model's loss does that, once), positions that restart with each packed document, media joined in row order.
 """
 
 from __future__ import annotations

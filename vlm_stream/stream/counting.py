@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlm_stream.encode import inject_fake_image
-from vlm_stream.tokens import FAKE_IMAGE_SIZE, Geometry, ImageSize, MediaSizes, TextCounter, fake_image_tokens
+from vlm_stream.tokens import FAKE_IMAGE_SIZE, ImageSize, MediaSizes, TextCounter, fake_image_tokens
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vlm_stream.stream.options import StreamOptions
-    from vlm_stream.tokens import MediaColumns
+    from vlm_stream.tokens import Geometry, MediaColumns
 
-__all__ = ["count_fake_image", "num_media", "read_geometry"]
+__all__ = ["apply_frame_options", "count_fake_image", "num_media"]
 
 
-def read_geometry(processor: Any, options: StreamOptions) -> Geometry:
-    """Return how this run turns media sizes into tokens."""
-    geometry = Geometry.from_processor(processor)
+def apply_frame_options(geometry: Geometry, options: StreamOptions) -> Geometry:
+    """Return the geometry with the frames that this run reads of videos."""
     changes = {name: getattr(options, name) for name in ("fps", "max_frames") if getattr(options, name) is not None}
     return replace(geometry, frames=replace(geometry.frames, **changes)) if changes else geometry
 
@@ -39,4 +38,5 @@ def count_fake_image(processor: Any, geometry: Geometry) -> int:
 def num_media(columns: MediaColumns) -> npt.NDArray[np.int64]:
     """Return [n] how many media each sample has."""
     splits = (columns.image_splits, columns.video_splits, columns.audio_splits)
-    return np.sum([np.diff(split) for split in splits], axis=0)
+    counts: npt.NDArray[np.int64] = np.sum([np.diff(split) for split in splits], axis=0)
+    return counts

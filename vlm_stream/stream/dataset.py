@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import copy
 import itertools
-from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vlm_stream.encode import Encoder
-from vlm_stream.plan import Planner
-from vlm_stream.shards import load_processor
+from vlm_stream.plan import step_at
 from vlm_stream.storage import SpanReader
 from vlm_stream.stream.collators import make_collator
-from vlm_stream.stream.counting import count_fake_image, read_geometry
-from vlm_stream.stream.datasets import OpenDatasets
 from vlm_stream.stream.pipeline import Delivery, MicroBatch, deliver
+from vlm_stream.stream.planning import open_planner
+from vlm_stream.stream.processors import open_processor
 from vlm_stream.stream.rows import RowBuilder
 from vlm_stream.stream.sources import Sources, normalise_sources
 from vlm_stream.stream.world import find_world
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from vlm_stream.plan import Planner
     from vlm_stream.stream.options import StreamOptions
 
 __all__ = ["VLMStream"]
@@ -75,23 +74,34 @@ class VLMStream(IterableDataset[dict[str, Any]]):
             first: How many micro-batches behind the cursor are left to others before the first one.
             stride: Every so many-th micro-batch is made here.
         """
+
+        def wanted(planner: Planner) -> Iterator[MicroBatch]:
+            return itertools.islice(self._micro_batches(planner, cursor), first, None, stride)
+
+        return self._deliver(wanted)
+
+    def replay(self, step: int, cursor: dict[str, Any] | None = None) -> Iterator[Delivery]:
+        """Yield the batches of one step again, without those before it: planned ahead from a cursor or the start."""
+
+        def wanted(planner: Planner) -> Iterator[MicroBatch]:
+            found = step_at(planner, self.options.shape(self.world.size), step, state=cursor)
+            for micro in range(found.micro_begin, found.shape.micro_batches):
+                yield MicroBatch(step=found, micro=micro, rank=self.world.rank, replayed=True)
+
+        return self._deliver(wanted)
+
+    def _deliver(self, plans: Callable[[Planner], Iterator[MicroBatch]]) -> Iterator[Delivery]:
         options = self.options
-        named = isinstance(self.processor, str | PathLike)
-        processor = load_processor(fspath(self.processor)) if named else self.processor
-        geometry = read_geometry(processor, options)
-        fake_tokens = count_fake_image(processor, geometry) if options.fake_image else 0
-        datasets = OpenDatasets(self.sources, geometry, fake_tokens=fake_tokens, store_options=options.store)
+        processor = open_processor(self.processor)
+        datasets, planner, geometry = open_planner(self.sources, options, processor, epochs_before=self.epochs_before)
         datasets.check_counted_for(processor)
-        config = options.plan(f"{geometry.digest()}+{fake_tokens}", epochs_before=self.epochs_before)
-        planner = Planner(datasets.specs(weigh_by=options.weigh_by), datasets, config, allow=options.allow)
         rows = RowBuilder(
             Encoder(processor, options.encode(geometry.frames)),
             make_collator(processor, options),
             with_refs=options.with_refs,
         )
         with SpanReader(options.read(), store_options=options.store) as reader:
-            plans = itertools.islice(self._micro_batches(planner, cursor), first, None, stride)
-            yield from deliver(plans, datasets, reader, rows)
+            yield from deliver(plans(planner), datasets, reader, rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last batch that this worker yielded."""

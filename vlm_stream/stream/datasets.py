@@ -132,6 +132,12 @@ class OpenDatasets:
         shard = self.manifests[ref.source].shards[ref.shard]
         return self._sources[ref.source].name, shard.name, self._index(ref.source, ref.shard).key(ref.row)
 
+    def find_key(self, source: int, shard: int, key: str) -> int | None:
+        """Return the row of the sample with that key in a shard, if it is there."""
+        keys = self._index(source, shard).keys
+        row = keys.index(key).as_py()
+        return row if row >= 0 else None
+
     def _index(self, source: int, shard: int) -> ShardIndex:
         place = (source, shard)
         if place not in self._indexes:

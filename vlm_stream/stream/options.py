@@ -150,13 +150,33 @@ class StreamOptions:
         self.read()
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> StreamOptions:
-        """Return the options that a caller spelled as keywords; an unknown one names the nearest known."""
+    def parse(cls, options: Mapping[str, Any], *, others: Sequence[str] = ()) -> StreamOptions:
+        """Return the options that a caller or a recipe spelled by name.
+
+        Args:
+            options: Values by name; nested ones (`store`) may be mappings.
+            others: Names that the caller takes itself: mentioned when an unknown one is refused.
+
+        Raises:
+            ConfigError: A name is unknown (the nearest one is named), or a value has the wrong type or meaning.
+        """
+        from pydantic import TypeAdapter, ValidationError
+
         allowed = [field.name for field in fields(cls)]
         for name in options:
             if name not in allowed:
-                raise ConfigError(f"there is no option '{name}'; {nearest_name(name, allowed)}")
-        return cls(**options)
+                raise ConfigError(f"there is no option '{name}'; {nearest_name(name, [*allowed, *others])}")
+        try:
+            return TypeAdapter(cls).validate_python(dict(options))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            sentence = first["msg"].removeprefix("Value error, ")
+            if first["type"] == "value_error":
+                raise ConfigError(sentence) from None
+            place = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(
+                f"{place} is {first['input']!r}, which it cannot be: {sentence[:1].lower()}{sentence[1:]}"
+            ) from None
 
     def plan(self, geometry: str, *, epochs_before: int = 0) -> PlanConfig:
         """Return what the plan must know; `geometry` identifies how media were counted."""

@@ -33,6 +33,8 @@ class MicroBatch:
     step: Step
     micro: int
     rank: int
+    replayed: bool = False
+    """Looked up by itself, so that nothing is known of what came before: it has no state."""
 
     @property
     def units(self) -> tuple[Unit | None, ...]:
@@ -44,12 +46,12 @@ class MicroBatch:
         """Return the samples that the plan itself left out, named where they would have come."""
         return self.step.dropped if self.micro == self.step.micro_begin else ()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any] | None:
         """Return the cursor once every rank has consumed this micro-step.
 
         Made when it is asked for: it costs more than the plan, and not all that is planned ahead gets consumed.
         """
-        return self.step.state_after(self.micro)
+        return None if self.replayed else self.step.state_after(self.micro)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,8 @@ class Delivery:
     step: int
     micro: int
     batch: dict[str, Any]
-    state: dict[str, Any]
+    state: dict[str, Any] | None
+    """The cursor behind it; None for a replay."""
     bad: tuple[BadSample, ...]
     num_samples: int
     """Samples planned into it, bad ones included."""

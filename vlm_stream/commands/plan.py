@@ -1,0 +1,112 @@
+"""plan: the dry run, from the index alone. How full packs get, how many steps, how even the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.commands.common import add_output_arguments, human_bytes, open_console, print_json
+from vlm_stream.commands.stream_arguments import add_stream_arguments, loader_arguments, split_options
+from vlm_stream.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from vlm_stream.plan import PlanReport
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME: Final = "plan"
+HELP: Final = "the dry run: fill, steps, balance and requests of a plan, from the index alone"
+EXAMPLES: Final = """\
+examples:
+  plan shards/ --pack-size 8192 --world 64 --micro-batches 4
+  plan s3://bucket/data --pack-size 8192 --world 64 --sweep window=1024,4096,65536
+  plan --config recipe.yaml --max-steps 200 --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_stream_arguments(parser)
+    parser.add_argument("--max-steps", type=int, metavar="N", help="look at the first N steps (default: an epoch)")
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="NAME=A,B", help="one column for each value of an option"
+    )
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan once for each column and print the table."""
+    arguments = loader_arguments(args)
+    columns = _columns(args.sweep)
+    reports = {title: _report(arguments | changes, args) for title, changes in columns.items()}
+    if args.json:
+        plain = {title: report.to_dict() for title, report in reports.items()}
+        print_json(plain if args.sweep else next(iter(plain.values())))
+    else:
+        _print(reports)
+    return 0
+
+
+def _columns(sweeps: list[str]) -> dict[str, dict[str, Any]]:
+    import yaml
+
+    columns: dict[str, dict[str, Any]] = {"plan": {}}
+    for sweep in sweeps:
+        name, equals, values = sweep.partition("=")
+        if not equals or not values:
+            raise ConfigError(f"'--sweep {sweep}' names no values, so there is nothing to compare; write NAME=A,B,C")
+        key = name.strip().replace("-", "_")
+        columns = {
+            f"{'' if title == 'plan' else title + ' '}{key}={value}": changes | {key: yaml.safe_load(value)}
+            for title, changes in columns.items()
+            for value in values.split(",")
+        }
+    return columns
+
+
+def _report(arguments: dict[str, Any], args: argparse.Namespace) -> PlanReport:
+    from vlm_stream.plan import plan_report
+    from vlm_stream.stream import StreamOptions, normalise_sources, open_planner, open_processor
+
+    sources, processor, options = split_options(arguments)
+    parsed = StreamOptions.parse(options)
+    named = None if processor is None else open_processor(processor)
+    _, planner, _ = open_planner(normalise_sources(sources), parsed, named)
+    if args.max_steps is None and parsed.epochs is None:
+        raise ConfigError("the plan has no end (epochs is null), so it cannot be added up; give --max-steps")
+    return plan_report(planner, parsed.shape(args.world or 1), max_steps=args.max_steps)
+
+
+def _print(reports: dict[str, PlanReport]) -> None:
+    from rich.table import Table
+
+    table = Table("", *reports)
+    rows = {title: _rows(report) for title, report in reports.items()}
+    for name in next(iter(rows.values())):
+        table.add_row(name, *(row[name] for row in rows.values()))
+    open_console().print(table)
+
+
+def _rows(report: PlanReport) -> dict[str, str]:
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.dropped.items()) or "none"
+    mixture = ", ".join(
+        f"{name} {count / max(report.tokens, 1):.1%}" for name, count in report.tokens_by_source.items()
+    )
+    return {
+        "samples": f"{report.samples:,}",
+        "tokens": f"{report.tokens:,}",
+        "tokens by source": mixture,
+        "dropped": dropped,
+        "units (lower bound)": f"{report.packs:,} ({report.packs_lower_bound:,})",
+        "fill / padding": f"{report.fill:.2%} / {report.padding:.2%}",
+        "steps" if report.complete else "steps looked at": f"{report.steps:,}",
+        "steps per epoch": f"{report.steps_per_epoch:,.0f}",
+        "LLM max/mean, step / micro": f"{report.llm_imbalance_step:.3f} / {report.llm_imbalance_micro:.3f}",
+        "ViT max/mean, step / micro": f"{report.vit_imbalance_step:.3f} / {report.vit_imbalance_micro:.3f}",
+        "live shards": f"{report.live_shards:.0f}",
+        "variance inflation": f"{report.variance_inflation:.2f}",
+        "requests per sample": f"{report.requests_per_sample:.2f}",
+        "bytes per step": human_bytes(report.bytes_per_step),
+        "state": human_bytes(report.state_bytes),
+    }

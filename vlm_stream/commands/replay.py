@@ -1,0 +1,70 @@
+"""replay: rebuild exactly the batches that one rank had at one step, on any machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from vlm_stream.commands.common import add_output_arguments, open_console, print_json
+from vlm_stream.commands.stream_arguments import add_stream_arguments, loader_arguments, split_options
+from vlm_stream.commands.where import read_state
+from vlm_stream.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME: Final = "replay"
+HELP: Final = "rebuild the batches of one step and rank, bit for bit"
+EXAMPLES: Final = """\
+examples:
+  replay --config recipe.yaml --world 64 --rank 13 --step 41200 --out batch.pt
+  replay shards/ --processor Qwen/Qwen2.5-VL-3B-Instruct --pack-size 8192 --state state.json --step 1200 --out batch.pt
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_stream_arguments(parser)
+    parser.add_argument("--step", type=int, required=True, metavar="N")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="default: %(default)s")
+    parser.add_argument("--state", metavar="JSON", help="start from a saved state, not from the start of the run")
+    parser.add_argument("--out", required=True, metavar="FILE", help="where torch.save writes the list of batches")
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rebuild and save."""
+    import torch
+
+    from vlm_stream.stream import StreamOptions, VLMStream
+
+    sources, processor, options = split_options(loader_arguments(args))
+    if processor is None:
+        raise ConfigError("a batch cannot be encoded without a processor; name it with --processor or in the recipe")
+    stream = VLMStream(
+        sources,
+        processor=processor,
+        options=StreamOptions.parse(options | {"with_refs": True}),
+        rank=args.rank,
+        world_size=args.world or 1,
+    )
+    state = read_state(args.state) if args.state else None
+    deliveries = list(stream.replay(args.step, state))
+    torch.save([delivery.batch for delivery in deliveries], args.out)
+    summary = {
+        "step": args.step,
+        "rank": args.rank,
+        "batches": len(deliveries),
+        "samples": sum(len(row) for delivery in deliveries for row in delivery.batch["refs"]),
+        "bad": [str(line) for delivery in deliveries for line in delivery.bad],
+        "out": args.out,
+    }
+    if args.json:
+        print_json(summary)
+    else:
+        open_console().print(
+            f"step {args.step}, rank {args.rank}: {summary['batches']} batches with {summary['samples']} samples -> "
+            f"{args.out}" + "".join(f"\nbad: {line}" for line in summary["bad"])
+        )
+    return 0

@@ -1,0 +1,79 @@
+"""Arguments of the commands that plan or stream: which datasets, which recipe, which options.
+
+Options come from a recipe (`--config`), from flags for the usual ones, and from `--set NAME=VALUE` for all others;
+later ones win. Values of `--set` are read as YAML.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.commands.common import add_store_arguments, store_options
+from vlm_stream.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["LOADER_NAMES", "add_stream_arguments", "loader_arguments", "split_options"]
+
+LOADER_NAMES: Final = (
+    "num_workers",
+    "prefetch_batches",
+    "worker_timeout",
+    "max_restarts",
+    "start_method",
+    "rank",
+    "world_size",
+)
+_FLAGS: Final = {
+    "mode": str,
+    "pack_size": int,
+    "max_length": int,
+    "batch_size": int,
+    "micro_batches": int,
+    "window": int,
+    "seed": int,
+}
+
+
+def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add datasets, recipe and options."""
+    parser.add_argument("datasets", nargs="*", metavar="DATASET", help="folders or URLs; or use --config")
+    parser.add_argument("--config", metavar="YAML", help="a recipe: the arguments of StreamLoader")
+    parser.add_argument("--processor", metavar="NAME_OR_PATH", help="the processor that trains")
+    group = parser.add_argument_group("plan")
+    for name, kind in _FLAGS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X")
+    group.add_argument("--world", type=int, metavar="N", help="data-parallel ranks (default: 1)")
+    group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other option")
+    add_store_arguments(parser)
+
+
+def loader_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a `StreamLoader` that the command line names."""
+    import yaml
+
+    from vlm_stream.config import load_config
+
+    found: dict[str, Any] = load_config(args.config) if args.config else {}
+    if args.datasets:
+        found["sources"] = args.datasets
+    if "sources" not in found:
+        raise ConfigError("no dataset was named, so there is nothing to plan; give a folder or URL, or --config")
+    if args.processor:
+        found["processor"] = args.processor
+    found |= {name: getattr(args, name) for name in _FLAGS if getattr(args, name) is not None}
+    for text in args.set:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"'--set {text}' has no '=', so it sets nothing; write --set NAME=VALUE")
+        found[name.strip().replace("-", "_")] = yaml.safe_load(value)
+    if (store := store_options(args)) is not None:
+        found["store"] = store
+    return found
+
+
+def split_options(arguments: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Return sources, processor and the options of a stream, without what only a running loader needs."""
+    options = {name: value for name, value in arguments.items() if name not in ("sources", "processor", *LOADER_NAMES)}
+    return arguments["sources"], arguments.get("processor"), options

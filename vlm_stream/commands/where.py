@@ -1,0 +1,107 @@
+"""where: which samples a step holds, or at which step a sample comes. Nothing is read but indexes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.commands.common import add_output_arguments, open_console, print_json
+from vlm_stream.commands.stream_arguments import add_stream_arguments, loader_arguments, split_options
+from vlm_stream.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from vlm_stream.plan import PlannedSample, Planner, Ref
+    from vlm_stream.stream.datasets import OpenDatasets
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "read_state", "run"]
+
+NAME: Final = "where"
+HELP: Final = "which samples a step holds, or at which step and rank a sample is delivered"
+EXAMPLES: Final = """\
+examples:
+  where shards/ --config recipe.yaml --world 64 --step 41200 --rank 13
+  where shards/ --pack-size 8192 --key 000000512
+  where --config recipe.yaml --world 8 --state state.json --step 1200 --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_stream_arguments(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--step", type=int, metavar="N", help="name the samples of this step")
+    what.add_argument("--key", metavar="K", help="find the next delivery of the sample with this key")
+    parser.add_argument("--rank", type=int, metavar="R", help="of this rank alone")
+    parser.add_argument("--state", metavar="JSON", help="start from a saved state, not from the start of the run")
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer; exit code 1 when a key is not delivered any more."""
+    from vlm_stream.plan import find_sample, samples_of_step
+    from vlm_stream.stream import StreamOptions, normalise_sources, open_planner, open_processor
+
+    sources, processor, options = split_options(loader_arguments(args))
+    parsed = StreamOptions.parse(options)
+    named = None if processor is None else open_processor(processor)
+    datasets, planner, _ = open_planner(normalise_sources(sources), parsed, named)
+    shape = parsed.shape(args.world or 1)
+    state = read_state(args.state) if args.state else None
+    if args.step is not None:
+        found = samples_of_step(planner, shape, args.step, rank=args.rank, state=state)
+    else:
+        ref = _find_key(args.key, planner, datasets)
+        delivery = find_sample(planner, shape, ref, state=state)
+        found = () if delivery is None else (delivery,)
+    lines = [_line(delivery, planner, datasets) for delivery in found]
+    if args.json:
+        print_json({"samples": lines})
+    else:
+        _print(lines)
+    return 0 if lines else 1
+
+
+def read_state(path: str) -> dict[str, Any]:
+    """Read the cursor out of a file that holds a loader's state (or a bare cursor) as JSON."""
+    try:
+        state = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the state {path} cannot be read ({error.strerror}); check the path") from error
+    except ValueError as error:
+        raise ConfigError(f"the state {path} is not JSON ({error}); write json.dumps(loader.state_dict())") from error
+    cursor = state.get("vlm_stream", state) if isinstance(state, dict) else state
+    if not isinstance(cursor, dict):
+        raise ConfigError(f"the state {path} holds no position; write json.dumps(loader.state_dict()) after a batch")
+    return cursor
+
+
+def _find_key(key: str, planner: Planner, datasets: OpenDatasets) -> Ref:
+    from vlm_stream.plan import Ref
+
+    for number, spec in enumerate(planner.sources):
+        for shard in range(len(spec.samples_per_shard)):
+            row = datasets.find_key(number, shard, key)
+            if row is not None:
+                return Ref(number, shard, row)
+    raise InputError(f"no source has a sample with the key '{key}'; keys are in the ledger, in refs and in the tars")
+
+
+def _line(delivery: PlannedSample, planner: Planner, datasets: OpenDatasets) -> dict[str, Any]:
+    from vlm_stream.plan import Ref
+
+    source = next(n for n, spec in enumerate(planner.sources) if spec.name == delivery.source)
+    _, shard, key = datasets.name(Ref(source, delivery.shard, delivery.sample_row))
+    return delivery.to_dict() | {"shard": shard, "key": key}
+
+
+def _print(lines: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    names = ("step", "rank", "micro", "row", "place", "source", "shard", "key", "tokens")
+    table = Table(*names)
+    for line in lines:
+        table.add_row(*(str(line[name]) for name in names))
+    open_console().print(table if lines else "not delivered any more")

@@ -1,0 +1,62 @@
+"""Datasets and options -> a planner: what the stream, the dry run and the queries share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vlm_stream.errors import ConfigError
+from vlm_stream.plan import Planner
+from vlm_stream.shards import load_manifest
+from vlm_stream.storage import open_store
+from vlm_stream.stream.counting import apply_frame_options, count_fake_image
+from vlm_stream.stream.datasets import OpenDatasets
+from vlm_stream.tokens import Geometry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vlm_stream.stream.options import StreamOptions
+    from vlm_stream.stream.sources import SourceOptions
+
+__all__ = ["open_planner"]
+
+
+def open_planner(
+    sources: Sequence[SourceOptions], options: StreamOptions, processor: Any = None, *, epochs_before: int = 0
+) -> tuple[OpenDatasets, Planner, Geometry]:
+    """Open the datasets and plan over them.
+
+    Args:
+        sources: The datasets.
+        options: How samples become batches.
+        processor: Counts media; None: the geometry that the datasets were counted with.
+        epochs_before: Epochs of earlier iterations, which come on top of `options.epochs`.
+    """
+    geometry = _stored_geometry(sources, options) if processor is None else Geometry.from_processor(processor)
+    geometry = apply_frame_options(geometry, options)
+    fake_tokens = 0
+    if options.fake_image:
+        if processor is None:
+            raise ConfigError(
+                "fake_image lengthens text-only samples by what the processor writes for an image, and no processor "
+                "was given; name one with --processor"
+            )
+        fake_tokens = count_fake_image(processor, geometry)
+    datasets = OpenDatasets(sources, geometry, fake_tokens=fake_tokens, store_options=options.store)
+    config = options.plan(f"{geometry.digest()}+{fake_tokens}", epochs_before=epochs_before)
+    planner = Planner(datasets.specs(weigh_by=options.weigh_by), datasets, config, allow=options.allow)
+    return datasets, planner, geometry
+
+
+def _stored_geometry(sources: Sequence[SourceOptions], options: StreamOptions) -> Geometry:
+    found: dict[str, Geometry] = {}
+    for source in sources:
+        stored = load_manifest(open_store(source.url, options.store)).tokens.geometry
+        geometry = Geometry.from_json(stored) if stored else Geometry.unknown()
+        found.setdefault(geometry.digest(), geometry)
+    if len(found) > 1:
+        raise ConfigError(
+            f"the sources were counted for different processors ({', '.join(g.family for g in found.values())}), so "
+            f"their lengths do not compare; name the one that trains with --processor"
+        )
+    return next(iter(found.values()))
