@@ -75,7 +75,7 @@ def unit_stream(plan: Planner, state: dict[str, Any] | None = None) -> list[tupl
 
 @pytest.fixture(scope="session")
 def make() -> Callable[..., Any]:
-    """Give tests the helpers of this file under one name."""
+    """Give tests the functions of this file under one name."""
 
     class Make:
         columns = staticmethod(columns_of)

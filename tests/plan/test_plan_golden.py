@@ -86,9 +86,9 @@ def load(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-helpers, golden = load(sys.argv[1]), load(sys.argv[2])
+shared, golden = load(sys.argv[1]), load(sys.argv[2])
 class Make:
-    source, planner, stream = helpers.source, helpers.planner, helpers.unit_stream
+    source, planner, stream = shared.source, shared.planner, shared.unit_stream
 print(" ".join(part for name in sorted(golden.CONFIGS) for part in golden.digests(Make, name)))
 """
 

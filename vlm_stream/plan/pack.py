@@ -5,6 +5,9 @@ the open pack that it fills best; when none has room, a new one opens. It knows 
 
 Open packs lie in stacks by their residual. A two-level bit set of the stacks in use (64 residuals to a word, one bit
 for every word) finds the smallest sufficient residual in a few integer operations, for any capacity.
+
+Plain Python on purpose: about 1 us a sample. The same loop compiled by numba takes 0.1 us, but brings 200 MB of
+packages, and 2 s of import and compilation to every worker process: more than it saves in a thousand steps of 64 ranks.
 """
 
 from __future__ import annotations
