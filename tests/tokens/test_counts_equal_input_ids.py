@@ -23,8 +23,11 @@ from vlm_stream.tokens import (
     make_columns,
 )
 
-# torch's tensors and numpy 2 disagree about a keyword inside the GLM processor; it is not about our counts.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+# torch's tensors and numpy 2 disagree about keywords inside the GLM and Kimi processors; it is not about our counts.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning"),
+]
 
 
 @cache
@@ -74,6 +77,22 @@ def test_short_clips(family, frames):
         {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]},
     ]
     sample = ToySample(conversation, MediaSizes(videos=(size,)))
+    ids = encode_toy_sample(processor, sample, counter.geometry.frames)["input_ids"]
+    assert count(counter, [sample]).tokens[0] == ids.shape[1]
+
+
+# InternVL, LLaVA-OneVision and Nemotron stack the clips of a call and fail on clips of different lengths or sizes.
+@pytest.mark.parametrize(
+    "family", ["gemma4", "glm46v", "kimi_k25", "qwen2_5_vl", "qwen3_omni_moe", "qwen3_vl", "smolvlm"]
+)
+def test_several_clips_of_different_lengths(family):
+    processor, counter = load(family)
+    clips = (
+        VideoSize(frames=5, height=60, width=90, fps=2.0, seconds=2.5),
+        VideoSize(frames=40, height=70, width=50, fps=8.0, seconds=5.0),
+    )
+    items = [{"type": "video", "video": clip} for clip in clips]
+    sample = ToySample([{"role": "user", "content": items}], MediaSizes(videos=clips))
     ids = encode_toy_sample(processor, sample, counter.geometry.frames)["input_ids"]
     assert count(counter, [sample]).tokens[0] == ids.shape[1]
 

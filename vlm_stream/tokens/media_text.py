@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -24,9 +24,18 @@ if TYPE_CHECKING:
 
     from vlm_stream.tokens.frames import FrameRule
     from vlm_stream.tokens.geometry import Geometry
-    from vlm_stream.tokens.sizes import AudioSize, ImageSize, VideoSize
+    from vlm_stream.tokens.sizes import AudioSize, ImageSize, MediaSizes, VideoSize
 
-__all__ = ["AUDIO_TEXTS", "IMAGE_TEXTS", "VIDEO_TEXTS"]
+__all__ = ["AUDIO_TEXTS", "IMAGE_TEXTS", "VIDEO_TEXTS", "Scene"]
+
+
+class Scene(NamedTuple):
+    """What a medium's text may depend on besides the medium."""
+
+    geometry: Geometry
+    """Rules of the processor."""
+    sizes: MediaSizes
+    """All media of the sample."""
 
 
 class _Clip:
@@ -50,8 +59,8 @@ def _once(token: str, number: int) -> str:
     return token if number == 0 else ""
 
 
-def _write_gemma3_image(processor: Any, size: ImageSize, geometry: Geometry) -> str:
-    rule = geometry.image
+def _write_gemma3_image(processor: Any, size: ImageSize, scene: Scene) -> str:
+    rule = scene.geometry.image
     height, width = np.asarray([size.height]), np.asarray([size.width])
     crops = int(rule.count_crops(height, width)[0]) if isinstance(rule, FixedImage) else 0
     tokenizer = processor.tokenizer
@@ -65,12 +74,12 @@ def _write_gemma3_image(processor: Any, size: ImageSize, geometry: Geometry) -> 
     return f"Here is the original image {view(0)} and here are some crops to help you see better {views}"
 
 
-def _write_gemma4_image(processor: Any, size: ImageSize, geometry: Geometry) -> str:  # noqa: ARG001
+def _write_gemma4_image(processor: Any, size: ImageSize, scene: Scene) -> str:  # noqa: ARG001
     return f"{processor.boi_token}{processor.image_token}{processor.eoi_token}"
 
 
-def _write_gemma4_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
-    clip = _Clip(size, geometry.frames)
+def _write_gemma4_video(processor: Any, size: VideoSize, scene: Scene) -> str:
+    clip = _Clip(size, scene.geometry.frames)
     frames = [
         f"{int(second // 60):02d}:{int(second % 60):02d} "
         f"{processor.boi_token}{_once(processor.video_token, number)}{processor.eoi_token}"
@@ -79,26 +88,26 @@ def _write_gemma4_video(processor: Any, size: VideoSize, geometry: Geometry) -> 
     return " ".join(frames)
 
 
-def _write_gemma4_audio(processor: Any, size: AudioSize, geometry: Geometry) -> str:  # noqa: ARG001
+def _write_gemma4_audio(processor: Any, size: AudioSize, scene: Scene) -> str:  # noqa: ARG001
     return f"{processor.boa_token}{processor.audio_token}{processor.eoa_token}"
 
 
-def _write_internvl_image(processor: Any, size: ImageSize, geometry: Geometry) -> str:  # noqa: ARG001
+def _write_internvl_image(processor: Any, size: ImageSize, scene: Scene) -> str:  # noqa: ARG001
     return f"{processor.start_image_token}{processor.image_token}{processor.end_image_token}"
 
 
-def _write_internvl_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
+def _write_internvl_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     frames = [
         f"Frame{number + 1}: {processor.start_image_token}{_once(processor.image_token, number)}"
         f"{processor.end_image_token}"
-        for number in range(len(_Clip(size, geometry.frames)))
+        for number in range(len(_Clip(size, scene.geometry.frames)))
     ]
     return "\n".join(frames)
 
 
-def _write_qwen3_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
+def _write_qwen3_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     """Every temporal patch carries the mean time of its first and last frame."""
-    clip, patch = _Clip(size, geometry.frames), geometry.frames.temporal_patch_size
+    clip, patch = _Clip(size, scene.geometry.frames), scene.geometry.frames.temporal_patch_size
     frames = []
     for number, begin in enumerate(range(0, len(clip), patch)):
         second = (clip.timestamps[begin] + clip.timestamps[begin + patch - 1]) / 2
@@ -107,9 +116,9 @@ def _write_qwen3_video(processor: Any, size: VideoSize, geometry: Geometry) -> s
     return "".join(frames)
 
 
-def _write_glm46v_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
+def _write_glm46v_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     """Every second frame's time follows its patch."""
-    clip, patch = _Clip(size, geometry.frames), geometry.frames.temporal_patch_size
+    clip, patch = _Clip(size, scene.geometry.frames), scene.geometry.frames.temporal_patch_size
     seconds = _pad_to(clip.timestamps[::2], len(clip) // patch)
     frames = [
         f"<|begin_of_image|>{_once(processor.image_token, number)}<|end_of_image|>{second:.1f} seconds"
@@ -122,9 +131,9 @@ def _pad_to(values: Sequence[float], length: int) -> list[float]:
     return [*values[:length], *[values[-1]] * (length - len(values))]
 
 
-def _write_kimi_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
+def _write_kimi_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     """Every chunk of frames follows the time of its first one, to the millisecond."""
-    clip, patch = _Clip(size, geometry.frames), geometry.frames.temporal_patch_size
+    clip, patch = _Clip(size, scene.geometry.frames), scene.geometry.frames.temporal_patch_size
     chunks = []
     for number, second in enumerate(clip.timestamps[::patch]):
         clock = time.strftime("%H:%M:%S", time.gmtime(second)) + f".{int(second % 1 * 1000):03d}"
@@ -137,8 +146,8 @@ def _smolvlm_view(processor: Any, token: str) -> str:
     return f"{processor.fake_image_token}{processor.global_image_token}{token}{processor.fake_image_token}"
 
 
-def _write_smolvlm_image(processor: Any, size: ImageSize, geometry: Geometry) -> str:
-    rule = geometry.image
+def _write_smolvlm_image(processor: Any, size: ImageSize, scene: Scene) -> str:
+    rule = scene.geometry.image
     rows = columns = 0
     if isinstance(rule, RowCrops):
         numbers = rule.count_rows_and_columns(np.asarray([size.height]), np.asarray([size.width]))
@@ -152,24 +161,26 @@ def _write_smolvlm_image(processor: Any, size: ImageSize, geometry: Geometry) ->
     return "".join(lines) + "\n" + _smolvlm_view(processor, processor.image_token)
 
 
-def _write_smolvlm_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
+def _write_smolvlm_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     try:
         from num2words import num2words  # type: ignore[import-untyped]
     except ImportError:
         raise MissingExtraError("num2words", "video", "Counting videos for SmolVLM") from None
-    clip = _Clip(size, geometry.frames)
+    clip = _Clip(size, scene.geometry.frames)
     length = timedelta(seconds=int(clip.duration))
-    intro = f"You are provided the following series of {num2words(len(clip))} frames from a {length} [H:MM:SS] video.\n"
+    # Clips are padded to the longest one of the sample, and the text tells that number for each of them.
+    number = num2words(max(len(_Clip(other, scene.geometry.frames)) for other in scene.sizes.videos))
+    intro = f"You are provided the following series of {number} frames from a {length} [H:MM:SS] video.\n"
     frames = [
         f"\nFrame from {int(second // 60):02d}:{int(second % 60):02d}:"
-        + _smolvlm_view(processor, _once(processor.image_token, number))
-        for number, second in enumerate(clip.timestamps)
+        + _smolvlm_view(processor, _once(processor.image_token, place))
+        for place, second in enumerate(clip.timestamps)
     ]
     return intro + "".join(frames) + "\n\n"
 
 
-def _write_step3p7_image(processor: Any, size: ImageSize, geometry: Geometry) -> str:
-    rule = geometry.image
+def _write_step3p7_image(processor: Any, size: ImageSize, scene: Scene) -> str:
+    rule = scene.geometry.image
     columns = rows = 0
     if isinstance(rule, WindowCrops):
         numbers = rule.count_columns_and_rows(np.asarray([size.height]), np.asarray([size.width]))
@@ -178,13 +189,13 @@ def _write_step3p7_image(processor: Any, size: ImageSize, geometry: Geometry) ->
     return f"{windows}<im_start>{processor.image_token}<im_end>"
 
 
-def _write_nemotron_image(processor: Any, size: ImageSize, geometry: Geometry) -> str:  # noqa: ARG001
+def _write_nemotron_image(processor: Any, size: ImageSize, scene: Scene) -> str:  # noqa: ARG001
     return f"{processor.image_start_token}{processor.image_token}{processor.image_end_token}"
 
 
-def _write_nemotron_video(processor: Any, size: VideoSize, geometry: Geometry) -> str:
+def _write_nemotron_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     """Every layer follows the numbers and times of its frames; a frame's duration is cut to whole milliseconds."""
-    clip, patch = _Clip(size, geometry.frames), geometry.frames.temporal_patch_size
+    clip, patch = _Clip(size, scene.geometry.frames), scene.geometry.frames.temporal_patch_size
     frame_ms = int(1000.0 / clip.fps)
     layers = []
     for layer, begin in enumerate(range(0, len(clip), patch)):
@@ -198,12 +209,12 @@ def _write_nemotron_video(processor: Any, size: VideoSize, geometry: Geometry) -
     return "\n".join(layers)
 
 
-def _write_nemotron_audio(processor: Any, size: AudioSize, geometry: Geometry) -> str:  # noqa: ARG001
+def _write_nemotron_audio(processor: Any, size: AudioSize, scene: Scene) -> str:  # noqa: ARG001
     return f"{processor.audio_start_token}{processor.audio_token}{processor.audio_end_token}"
 
 
 # Families that are missing write nothing around that medium: its one token stays as the template wrote it.
-IMAGE_TEXTS: Final[dict[str, Callable[[Any, ImageSize, Geometry], str]]] = {
+IMAGE_TEXTS: Final[dict[str, Callable[[Any, ImageSize, Scene], str]]] = {
     "gemma3": _write_gemma3_image,
     "gemma4": _write_gemma4_image,
     "gemma4_unified": _write_gemma4_image,
@@ -212,7 +223,7 @@ IMAGE_TEXTS: Final[dict[str, Callable[[Any, ImageSize, Geometry], str]]] = {
     "smolvlm": _write_smolvlm_image,
     "step3p7": _write_step3p7_image,
 }
-VIDEO_TEXTS: Final[dict[str, Callable[[Any, VideoSize, Geometry], str]]] = {
+VIDEO_TEXTS: Final[dict[str, Callable[[Any, VideoSize, Scene], str]]] = {
     "gemma4": _write_gemma4_video,
     "gemma4_unified": _write_gemma4_video,
     "glm46v": _write_glm46v_video,
@@ -222,7 +233,7 @@ VIDEO_TEXTS: Final[dict[str, Callable[[Any, VideoSize, Geometry], str]]] = {
     "qwen3_vl": _write_qwen3_video,
     "smolvlm": _write_smolvlm_video,
 }
-AUDIO_TEXTS: Final[dict[str, Callable[[Any, AudioSize, Geometry], str]]] = {
+AUDIO_TEXTS: Final[dict[str, Callable[[Any, AudioSize, Scene], str]]] = {
     "gemma4": _write_gemma4_audio,
     "gemma4_unified": _write_gemma4_audio,
     "nemotron_h_omni": _write_nemotron_audio,

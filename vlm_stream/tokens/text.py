@@ -17,7 +17,7 @@ from vlm_stream.conversation import MEDIA_TYPES, iter_media
 from vlm_stream.errors import BadSampleError
 from vlm_stream.tokens.families import read_family
 from vlm_stream.tokens.geometry import Geometry
-from vlm_stream.tokens.media_text import AUDIO_TEXTS, IMAGE_TEXTS, VIDEO_TEXTS
+from vlm_stream.tokens.media_text import AUDIO_TEXTS, IMAGE_TEXTS, VIDEO_TEXTS, Scene
 from vlm_stream.tokens.sizes import MediaSizes
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class TextCounter:
         text = text if isinstance(text, str) else text[0]
         queues: dict[str, Sequence[Any]] = {"image": sizes.images, "video": sizes.videos, "audio": sizes.audios}
         found = dict.fromkeys(queues, 0)
+        scene = Scene(self.geometry, sizes)
 
         def write(match: re.Match[str]) -> str:
             kind = str(match.lastgroup)
@@ -107,7 +108,7 @@ class TextCounter:
             if found[kind] > len(queues[kind]):
                 return match.group()
             writer = self._writers[kind]
-            return writer(self.processor, queues[kind][found[kind] - 1], self.geometry) if writer else match.group()
+            return writer(self.processor, queues[kind][found[kind] - 1], scene) if writer else match.group()
 
         text = self._pattern.sub(write, text)
         for kind, queue in queues.items():
