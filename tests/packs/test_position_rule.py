@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.packs import ModelPositions, PositionRule, WeightlessPositions, compute_mrope_position_ids
 from vlm_stream.packs.positions import _CLIP_FAMILIES, _FRAME_FAMILIES
+from vlm_stream.testing import build_processor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,6 +144,13 @@ def test_a_processor_does_not_know_older_rules(processor: Callable[..., Any], mo
     assert PositionRule.from_processor(processor("qwen3_vl")) is not None
     with pytest.raises(ConfigError, match="places the videos of qwen2_5_vl by another rule"):
         PositionRule.from_processor(processor("qwen2_5_vl"))
+
+
+def test_processors_of_families_without_a_rule_do_not_pass_for_plain_ones() -> None:
+    with pytest.raises(ConfigError, match="Qwen3OmniMoeProcessor belongs to a family with multi-axis positions"):
+        PositionRule.from_processor(build_processor("qwen3_omni_moe"))
+    assert PositionRule.from_processor(build_processor("gemma3")) is None
+    assert PositionRule.from_processor(build_processor("glm46v")).frames_apart
 
 
 def test_media_that_touch_are_told_apart() -> None:

@@ -120,6 +120,20 @@ def test_misfits_are_refused() -> None:
         prepare_vlm_media_for_pp({}, 2, 0)
 
 
+def test_token_types_tell_when_images_are_not_one_each() -> None:
+    """Two images of the first of two rows: as many as rows, and still not one each."""
+    types = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0]])
+    batch = {"pixel_values": flat(GRID[:2]), "image_grid_thw": GRID[:2], "mm_token_type_ids": types}
+    with pytest.raises(MediaCutError, match=r"rows \[1\] have no tokens for them.*n_images_per_sample"):
+        prepare_vlm_media_for_pp(dict(batch), 2, 2)
+    counted = prepare_vlm_media_for_pp(batch | {"n_images_per_sample": torch.tensor([2, 0])}, 2, 2)
+    assert [len(c) for c in counted[VLM_PP_MEDIA_KEY]["image_grid_thw"]] == [2, 0]
+    video = torch.tensor([[1, 2, 2], [1, 2, 2]])
+    clips = {"pixel_values_videos": flat(video), "video_grid_thw": video, "mm_token_type_ids": 2 * types}
+    with pytest.raises(MediaCutError, match=r"cannot align pixel_values_videos with 2 samples: rows \[1\]"):
+        prepare_vlm_media_for_pp(clips, 2, 2)
+
+
 def test_collate_wrapper() -> None:
     wrapped = wrap_vlm_collate_for_pp(lambda rows: media_batch(), 3)
     assert VLM_PP_MEDIA_KEY in wrapped([])

@@ -32,15 +32,28 @@ _VIDEO: Final = 2
 _CLIP_RULE_SINCE: Final = (5, 18)
 _CLIP_FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl")
 _FRAME_FAMILIES: Final = (
+    "cohere_compass",
+    "cosmos3_edge",
+    "cosmos3_omni",
     "qwen3_vl",
     "qwen3_vl_moe",
     "qwen3_5",
     "qwen3_5_moe",
+    "qwen4_exp",
     "glm4v",
     "glm4v_moe",
     "glm46v",
     "glm_ocr",
 )
+_UNRULED_FAMILIES: Final = (
+    "ernie4_5_vl_moe",
+    "glm_image",
+    "hunyuan_vl",
+    "minicpmv4_7",
+    "qwen2_5_omni",
+    "qwen3_omni_moe",
+)
+"""Families with multi-axis positions of other kinds: their processors must not pass for plain ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +119,18 @@ class PositionRule:
             tokens_per_second: What the processor does not know; 2 in the published Qwen2.5-VL checkpoints.
 
         Returns:
-            The rule, or None for a processor of another family than those with a rule here.
+            The rule, or None for a family whose positions count on by one.
 
         Raises:
-            ConfigError: The installed transformers follows a rule that a processor does not tell.
+            ConfigError: The family, or the installed transformers, follows a rule that a processor does not tell.
         """
         name = type(processor).__name__.removesuffix("Processor").lower().replace("_", "")
+        if name in {family.replace("_", "") for family in _UNRULED_FAMILIES}:
+            raise ConfigError(
+                f"{type(processor).__name__} belongs to a family with multi-axis positions by a rule that is not known "
+                f"here; packing with plain positions would train another model. Use PositionRule.from_config with the "
+                f"model's config, or ModelPositions with its get_rope_index."
+            )
         families = {family.replace("_", ""): family for family in (*_CLIP_FAMILIES, *_FRAME_FAMILIES)}
         if name not in families:
             return None

@@ -71,6 +71,7 @@ def prepare_vlm_media_for_pp(batch: Batch, batch_size: int, n_microbatches: int)
     bounds = microbatch_bounds(batch_size, n_microbatches)
     media = {key: batch.pop(key) for key in MEDIA_KEYS if key in batch}
     media = {key: value for key, value in media.items() if value is not None}
+    _check_one_each(media, batch.get("mm_token_type_ids"))
     chunks: dict[str, list[Any]] = {}
     if "pixel_values" in media:
         chunks |= _image_chunks(media, batch_size, n_microbatches)
@@ -79,6 +80,27 @@ def prepare_vlm_media_for_pp(batch: Batch, batch_size: int, n_microbatches: int)
     if chunks:
         batch[VLM_PP_MEDIA_KEY] = chunks
     return batch
+
+
+def _check_one_each(media: dict[str, Any], types: Any) -> None:
+    """Refuse media without counts where a row has none.
+
+    Without counts, as many items as rows are taken for one each. If they are not, some row has none of them, and its
+    token types say so.
+    """
+    for kind, pixels, counts in (
+        (1, "pixel_values", "n_images_per_sample"),
+        (2, "pixel_values_videos", "n_videos_per_sample"),
+    ):
+        if types is None or pixels not in media or counts in media or len(types) == 1:
+            continue
+        empty = [row for row, has in enumerate((types == kind).any(dim=1).tolist()) if not has]
+        if empty:
+            raise MediaCutError(
+                f"VLM PP chunking cannot align {pixels} with {len(types)} samples: rows {empty} have no tokens for "
+                f"them, so they are not one for each, and nothing says which sample owns which. Let the collate "
+                f"function add {counts}."
+            )
 
 
 def _image_chunks(media: dict[str, Any], batch_size: int, n_microbatches: int) -> dict[str, list[Any]]:
