@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,6 +11,52 @@ from tests.servers import S3Server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def processor() -> Any:
+    """A real Qwen2.5-VL processor whose size limits are small, so that tests are quick."""
+    from vlm_stream.testing import build_processor
+
+    limits = {"size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 36 * 28 * 28}}
+    return build_processor("qwen2_5_vl", image=limits, video=limits | {"cap_pixels_per_frame": False})
+
+
+@pytest.fixture(scope="session")
+def saved_processor(tmp_path_factory: pytest.TempPathFactory, processor: Any) -> Path:
+    """That processor, saved."""
+    folder = tmp_path_factory.mktemp("processor")
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def toy_meta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A meta file over 60 conversations with images, videos and text."""
+    from vlm_stream.testing import make_toy_dataset
+
+    return make_toy_dataset(tmp_path_factory.mktemp("toy"), num_samples=60)
+
+
+@pytest.fixture(scope="session")
+def toy_shards(tmp_path_factory: pytest.TempPathFactory, toy_meta: Path, saved_processor: Path) -> Path:
+    """Those conversations in 6 shards, counted exactly."""
+    from vlm_stream.shards import make_shards
+
+    folder = tmp_path_factory.mktemp("toy-shards")
+    make_shards(toy_meta, folder, processor=str(saved_processor), samples_per_shard=10)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def image_shards(tmp_path_factory: pytest.TempPathFactory, toy_meta: Path) -> Path:
+    """Those without videos, for families that read none; not counted for any processor."""
+    from vlm_stream.shards import make_shards
+
+    folder = tmp_path_factory.mktemp("image-shards")
+    make_shards(toy_meta, folder, names=("captions", "dialogues"), samples_per_shard=10)
+    return folder
 
 
 @pytest.fixture(scope="session")

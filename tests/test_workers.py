@@ -1,0 +1,152 @@
+"""Workers die, hang and fail; the items still come in order, each once."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vlm_stream.errors import ConfigError, WorkerError
+from vlm_stream.workers import WorkerOptions, WorkerPool
+
+COUNT = 40
+
+
+class Numbers:
+    """A job whose items are the numbers behind the cursor; it may trip once over one of them."""
+
+    def __init__(self, trip=None, at=None, flag=None):
+        self.trip, self.at, self.flag = trip, at, flag
+
+    def __call__(self, cursor, first, stride):
+        for number in range(cursor + first, COUNT, stride):
+            if number == self.at and self._first_time():
+                self.trip()
+            yield number, os.getpid()
+
+    def _first_time(self):
+        if self.flag is None:
+            return True
+        try:
+            self.flag.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def run(job, **options):
+    pool = WorkerPool(job, 0, WorkerOptions(**{"num_workers": 3, **options}))
+    seen = []
+    for number, _ in pool.items(lambda: seen[-1] + 1 if seen else 0):
+        seen.append(number)
+    return seen, pool
+
+
+def kill_self():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang():
+    time.sleep(60)
+
+
+def refuse():
+    raise ConfigError("the plan has no samples")
+
+
+class StubbornError(Exception):
+    """Cannot be rebuilt from its arguments."""
+
+    def __init__(self, one, two):
+        super().__init__(one)
+
+
+def fail_stubbornly():
+    raise StubbornError("boom", 2)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
+def test_items_come_in_order(num_workers):
+    seen, pool = run(Numbers(), num_workers=num_workers)
+    assert seen == list(range(COUNT))
+    assert pool.pids() == []
+
+
+@pytest.mark.parametrize("at", [0, 7, COUNT - 1])
+def test_a_killed_worker_is_replaced(tmp_path, caplog, at):
+    with caplog.at_level(logging.WARNING):
+        seen, pool = run(Numbers(kill_self, at, tmp_path / "flag"))
+    assert seen == list(range(COUNT))
+    assert pool.num_restarts == 1
+    assert "died (SIGKILL, often the out-of-memory killer); a new one goes on" in caplog.text
+
+
+def test_a_worker_killed_from_outside_while_its_items_wait_is_replaced():
+    pool = WorkerPool(Numbers(), 0, WorkerOptions(num_workers=2))
+    seen = []
+    for number, pid in pool.items(lambda: seen[-1] + 1 if seen else 0):
+        seen.append(number)
+        if number == 10:
+            os.kill(pid, signal.SIGKILL)
+    assert seen == list(range(COUNT))
+
+
+def test_a_hanging_worker_is_replaced(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        seen, pool = run(Numbers(hang, 5, tmp_path / "flag"), hang_s=2.0)
+    assert seen == list(range(COUNT))
+    assert pool.num_restarts == 1
+    assert "has finished nothing for" in caplog.text
+
+
+def test_a_worker_that_keeps_dying_ends_the_run():
+    with pytest.raises(WorkerError, match=r"(?s)died \(SIGKILL.*after 2 others had failed.*raise max_restarts"):
+        run(Numbers(kill_self, 5), max_restarts=2)
+
+
+def test_an_error_of_ours_arrives_as_it_was():
+    with pytest.raises(ConfigError, match="the plan has no samples"):
+        run(Numbers(refuse, 5))
+
+
+def test_an_error_that_cannot_travel_arrives_as_text():
+    with pytest.raises(WorkerError, match=r"(?s)a worker failed.*StubbornError: boom"):
+        run(Numbers(fail_stubbornly, 5))
+
+
+def test_closing_early_leaves_no_process():
+    pool = WorkerPool(Numbers(), 0, WorkerOptions(num_workers=3))
+    items = pool.items(lambda: 0)
+    next(items)
+    pids = pool.pids()
+    items.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_workers_end_with_their_parent():
+    code = (
+        "import os, signal, sys; sys.path.insert(0, os.getcwd());"
+        "from tests.test_workers import Numbers; from vlm_stream.workers import WorkerOptions, WorkerPool;"
+        "pool = WorkerPool(Numbers(), 0, WorkerOptions(num_workers=2)); items = pool.items(lambda: 0); next(items);"
+        "print(*pool.pids(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    pids = [int(pid) for pid in run.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 30
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not any(is_running(pid) for pid in pids)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
