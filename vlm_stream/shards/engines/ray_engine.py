@@ -44,7 +44,8 @@ class RayEngine:
             raise MissingExtraError("ray", "ray", "The engine 'ray'") from error
         started = not ray.is_initialized()
         if started:
-            cluster: dict[str, Any] = {"address": self.address} if self.address else {"num_cpus": self.workers}
+            new = {"num_cpus": self.workers, "include_dashboard": False}
+            cluster: dict[str, Any] = {"address": self.address} if self.address else new
             ray.init(**cluster, log_to_driver=False, logging_level=logging.WARNING)
         try:
             yield from self._run(ray, function, iter(tasks))
