@@ -29,8 +29,9 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	@# Every process of this environment, workers too, must be able to import torchvision beside a CPU torch.
-	@echo "import vlm_stream.testing.torchvision_shim as shim; shim.install()" \
-		> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_vlm_stream_shim.pth"
+	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		cp vlm_stream/testing/torchvision_shim.py $$site/_torchvision_shim.py && \
+		echo "import _torchvision_shim; _torchvision_shim.install()" > $$site/torchvision_shim.pth
 
 $(VENV)/.installed-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e '.[video]'

@@ -45,8 +45,8 @@ class VlmStreamError(Exception):
     """Base of everything that this package raises on purpose."""
 
 
-class InputError(VlmStreamError):
-    """What the user gave cannot be used as given."""
+class InputError(VlmStreamError, ValueError):
+    """What the user gave cannot be used as given; a ValueError too, for callers that only know Python's own."""
 
 
 class ConfigError(InputError):

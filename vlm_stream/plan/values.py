@@ -1,7 +1,8 @@
 """The values that enter and leave the plan.
 
-Enters: `SourceSpec` (shard sizes of a manifest) and `SampleColumns` (costs and byte ranges of one shard's samples, read
-by whoever owns the index, on demand). Leaves: `Unit` and the steps made of them. Nothing here knows files or tensors.
+Enters: `SourceSpec` (shard sizes of a manifest) and `SampleColumns` (costs and byte ranges of one shard's samples,
+read by whoever owns the index, on demand). Leaves: `Unit` and the steps made of them. Nothing here knows files or
+tensors.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from vlm_stream.errors import ConfigError
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["ColumnReader", "Ref", "SampleColumns", "SourceSpec", "StepShape", "Unit"]
+__all__ = ["ColumnReader", "Dropped", "Ref", "SampleColumns", "SourceSpec", "StepShape", "Unit"]
 
 
 class Ref(NamedTuple):
@@ -43,7 +46,12 @@ class SampleColumns:
 
 
 class ColumnReader(Protocol):
-    """Gives the columns of one shard; the plan calls it only for shards that its window touches."""
+    """Gives the columns of one shard; the plan calls it only for shards that its window touches.
+
+    A reader may also have `prefetch(shards: list[tuple[int, int]])`: it is called with all (source, shard) that the
+    plan is about to ask for, one by one, so that they can be read at once. A new group of shards begins with such a
+    call.
+    """
 
     def __call__(self, source: int, shard: int) -> SampleColumns:
         """Return the columns of that shard."""
@@ -66,7 +74,12 @@ class SourceSpec:
     num_samples: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Add the shards up."""
+        """Add the shards up; refuse numbers that no order can have."""
+        if not (0 <= self.sample_ratio < float("inf") and 0 < self.tokens_per_sample < float("inf")):
+            raise ConfigError(
+                f"Source '{self.name}' has sample_ratio={self.sample_ratio} and "
+                f"tokens_per_sample={self.tokens_per_sample}. Give a finite ratio of 0 or more, and a mean above 0."
+            )
         object.__setattr__(self, "num_samples", sum(self.samples_per_shard))
 
 
@@ -80,10 +93,27 @@ class StepShape:
     batch_size: int = 1
     """Units in one micro-batch: packs as rows, or single samples."""
 
+    def __post_init__(self) -> None:
+        """Refuse steps that hold nothing."""
+        for name in ("world_size", "micro_batches", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} makes steps without units. Give 1 or more.")
+
     @property
     def units_per_step(self) -> int:
         """Return how many units all ranks together consume in one step."""
         return self.world_size * self.micro_batches * self.batch_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A sample that the plan left out or shortened, and why."""
+
+    ref: Ref
+    reason: str
+    """`too_long`, `too_much_vision` or `truncated`: the last one is delivered, cut to the limit."""
+    tokens: int
+    vision_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

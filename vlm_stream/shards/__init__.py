@@ -12,7 +12,7 @@ restart must know), `engines/`, `shard_task` (one shard), `media_bytes`, `sample
 from __future__ import annotations
 
 from vlm_stream.shards.convert import ShardReport, make_shards
-from vlm_stream.shards.fields import FieldMap, to_conversation
+from vlm_stream.shards.fields import FieldMap, is_text_member, to_conversation
 from vlm_stream.shards.foreign import IndexOptions, index_tars
 from vlm_stream.shards.index import ShardIndex, read_index
 from vlm_stream.shards.manifest import Manifest, ShardEntry, Totals, load_manifest
@@ -37,6 +37,7 @@ __all__ = [
     "VerifyReport",
     "dataset_stats",
     "index_tars",
+    "is_text_member",
     "load_manifest",
     "make_shards",
     "read_index",

@@ -94,6 +94,8 @@ class ReadOptions:
 
     prefetch_bytes: int = 64 * MB
     """Bytes requested and not yet handed out. One sample larger than this is still read, alone."""
+    prefetch_samples: int = 512
+    """Samples requested and not yet handed out: small ones would otherwise be planned ahead by the ten thousand."""
     max_inflight: int = 32
     """Requests at a time; throttling lowers the number for a while."""
     max_gap_bytes: int = 256 * KB
@@ -117,6 +119,7 @@ class ReadOptions:
         """Refuse what cannot work."""
         for name, low in (
             ("prefetch_bytes", 1),
+            ("prefetch_samples", 1),
             ("max_inflight", 1),
             ("max_gap_bytes", 0),
             ("max_request_bytes", 1),

@@ -117,8 +117,9 @@ class SpanReader:
         exhausted = False
         try:
             while queue or not exhausted:
-                if not exhausted and num_ahead <= self._options.prefetch_bytes // 2:
-                    batch = _pull(source, self._options.prefetch_bytes - num_ahead)
+                if not exhausted and self._wants_more(num_ahead, len(queue)):
+                    options = self._options
+                    batch = _pull(source, options.prefetch_bytes - num_ahead, options.prefetch_samples - len(queue))
                     exhausted = not batch
                     num_ahead += self._launch(batch)
                     queue.extend(batch)
@@ -135,6 +136,11 @@ class SpanReader:
                 for flight in waiting.flights:
                     if flight.future is not None:
                         flight.future.cancel()
+
+    def _wants_more(self, num_bytes: int, num_samples: int) -> bool:
+        """Tell whether what is ahead has run down to half, so that requests are planned and merged many at a time."""
+        options = self._options
+        return num_bytes <= options.prefetch_bytes // 2 and num_samples <= options.prefetch_samples // 2
 
     def _launch(self, batch: list[_Waiting[T]]) -> int:
         """Start the requests of a batch; return their bytes."""
@@ -190,13 +196,13 @@ class SpanReader:
         return cut_members(span, data)
 
 
-def _pull(source: Iterator[tuple[T, Span]], num_bytes: int) -> list[_Waiting[T]]:
-    """Take pairs until they hold `num_bytes`, at least one; nothing when there are no more."""
+def _pull(source: Iterator[tuple[T, Span]], num_bytes: int, num_samples: int) -> list[_Waiting[T]]:
+    """Take pairs until they hold `num_bytes` or are so many, at least one; nothing when there are no more."""
     batch: list[_Waiting[T]] = []
     for tag, span in source:
         batch.append(_Waiting(tag, span))
         num_bytes -= span.size
-        if num_bytes <= 0:
+        if num_bytes <= 0 or len(batch) >= num_samples:
             break
     return batch
 

@@ -1,0 +1,89 @@
+"""Synthetic sources for the plan's tests: columns made of (seed, source, shard), so that any process sees the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from vlm_stream.plan import PlanConfig, Planner, Ref, SampleColumns, SourceSpec, StepShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from vlm_stream.plan import Step
+
+Lengths = "Callable[[np.random.Generator, int], np.ndarray]"
+
+
+def columns_of(tokens: np.ndarray, vision: np.ndarray | None = None) -> SampleColumns:
+    tokens = np.asarray(tokens, dtype=np.int64)
+    vision = tokens // 2 if vision is None else np.asarray(vision, dtype=np.int64)
+    return SampleColumns(
+        tokens=tokens,
+        vision_tokens=vision,
+        vision_patches=vision * 4,
+        vision_squares=(vision * 4.0) ** 2,
+        offset=np.arange(len(tokens), dtype=np.int64) * 100_000,
+        num_bytes=np.full(len(tokens), 90_000, dtype=np.int64),
+    )
+
+
+class SyntheticReader:
+    """Makes columns on demand and counts what it was asked for."""
+
+    def __init__(self, sources: Sequence[SourceSpec], lengths: Any = None, seed: int = 0) -> None:
+        self.sources = sources
+        self.lengths = lengths or (lambda rng, n: np.clip(rng.lognormal(6.3, 0.9, n), 1, 9000).astype(np.int64))
+        self.seed = seed
+        self.asked: list[tuple[int, int]] = []
+
+    def __call__(self, source: int, shard: int) -> SampleColumns:
+        self.asked.append((source, shard))
+        spec = self.sources[source]
+        rng = np.random.default_rng([self.seed, *spec.name.encode(), shard])
+        return columns_of(self.lengths(rng, spec.samples_per_shard[shard]))
+
+
+def source(name: str, sizes: Iterable[int], **kwargs: Any) -> SourceSpec:
+    return SourceSpec(name=name, samples_per_shard=tuple(sizes), digest=f"digest of {name}", **kwargs)
+
+
+def planner(sources: Sequence[SourceSpec], config: PlanConfig, lengths: Any = None, **kwargs: Any) -> Planner:
+    return Planner(sources, SyntheticReader(sources, lengths), config, **kwargs)
+
+
+def rows(step: Step) -> list[tuple[int, int, tuple[Any, ...]]]:
+    """Return what a step still delivers: (micro, rank, units)."""
+    shape = step.shape
+    return [
+        (micro, rank, step.units(rank, micro))
+        for micro in range(step.micro_begin, shape.micro_batches)
+        for rank in range(shape.world_size)
+    ]
+
+
+def refs_of(steps: Iterable[Step]) -> list[Ref]:
+    return [ref for step in steps for _, _, units in rows(step) for unit in units if unit for ref in unit.refs]
+
+
+def unit_stream(plan: Planner, state: dict[str, Any] | None = None) -> list[tuple[Ref, ...]]:
+    """Return the stream itself: one rank, one unit a step."""
+    return [step.units(0, 0)[0].refs for step in plan.steps(StepShape(), state)]
+
+
+@pytest.fixture(scope="session")
+def make() -> Callable[..., Any]:
+    """Give tests the helpers of this file under one name."""
+
+    class Make:
+        columns = staticmethod(columns_of)
+        reader = SyntheticReader
+        source = staticmethod(source)
+        planner = staticmethod(planner)
+        rows = staticmethod(rows)
+        refs = staticmethod(refs_of)
+        stream = staticmethod(unit_stream)
+
+    return Make

@@ -1,0 +1,92 @@
+"""Queries: the samples of a step and the step of a sample agree with the run itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vlm_stream.errors import InputError, StateError
+from vlm_stream.plan import (
+    BalanceConfig,
+    MixtureConfig,
+    PackConfig,
+    PlainConfig,
+    PlanConfig,
+    Ref,
+    StepShape,
+    find_sample,
+    samples_of_step,
+    state_before_step,
+)
+
+SHAPE = StepShape(world_size=3, micro_batches=2)
+
+
+@pytest.fixture(scope="module", params=["packed", "plain", "horizon"])
+def plan(make, request):
+    sources = [make.source("a", [40] * 10), make.source("b", [20] * 10)]
+    config = PlanConfig(
+        window=100,
+        mode=PlainConfig() if request.param == "plain" else PackConfig(pack_size=8192, long_samples="truncate"),
+        mixture=MixtureConfig(stop="each"),
+        balance=BalanceConfig(horizon=3 if request.param == "horizon" else 1),
+    )
+    return make.planner(sources, config)
+
+
+def place(plan, delivery):
+    number = [spec.name for spec in plan.sources].index(delivery.source)
+    return Ref(number, delivery.shard, delivery.sample_row)
+
+
+def test_samples_of_a_step(make, plan):
+    steps = list(plan.steps(SHAPE))
+    for step in (steps[0], steps[5], steps[-1]):
+        found = samples_of_step(plan, SHAPE, step.index)
+        assert [place(plan, d) for d in found] == make.refs([step])
+        assert all(json.loads(json.dumps(d.to_dict()))["step"] == step.index for d in found)
+        mine = samples_of_step(plan, SHAPE, step.index, rank=1)
+        assert [place(plan, d) for d in mine] == [
+            ref for micro in range(2) for unit in step.units(1, micro) if unit for ref in unit.refs
+        ]
+
+
+def test_samples_of_a_step_from_a_state(make, plan):
+    steps = list(plan.steps(SHAPE))
+    state = steps[4].state_after(0)
+    found = samples_of_step(plan, SHAPE, 6, state=state)
+    assert [place(plan, d) for d in found] == make.refs([steps[6]])
+    rest = samples_of_step(plan, SHAPE, 4, state=state)
+    assert {d.micro for d in rest} == {1}
+
+
+def test_the_step_of_a_sample(plan):
+    steps = list(plan.steps(SHAPE))
+    for step in (steps[0], steps[7], steps[-1]):
+        for delivery in samples_of_step(plan, SHAPE, step.index)[::7]:
+            assert find_sample(plan, SHAPE, place(plan, delivery)) == delivery
+    late = place(plan, samples_of_step(plan, SHAPE, steps[-1].index)[0])
+    assert find_sample(plan, SHAPE, late, max_steps=2) is None
+    early = place(plan, samples_of_step(plan, SHAPE, 0)[0])
+    assert find_sample(plan, SHAPE, early, state=steps[3].state_after()) is None
+
+
+def test_a_state_without_a_saved_one(make, plan):
+    steps = list(plan.steps(SHAPE))
+    state = state_before_step(plan, SHAPE, 6)
+    assert state == steps[5].state_after()
+    assert make.refs(plan.steps(SHAPE, state)) == make.refs(steps[6:])
+
+
+def test_refusals(plan):
+    with pytest.raises(InputError, match="Step 100000 is not ahead"):
+        samples_of_step(plan, SHAPE, 100_000)
+    state = state_before_step(plan, SHAPE, 6)
+    with pytest.raises(InputError, match="Step 2 is not ahead"):
+        samples_of_step(plan, SHAPE, 2, state=state)
+    with pytest.raises(InputError, match="No step ends right before step 0"):
+        state_before_step(plan, SHAPE, 0)
+    found = next(step for step in plan.search(SHAPE, None, lambda first, block: first >= 3))
+    with pytest.raises(StateError, match="Steps found by a search have no state"):
+        found.state_after()

@@ -1,0 +1,98 @@
+"""`vlm-stream`: one entry point, a module per command.
+
+A command is a module of `vlm_stream.commands` with `EXAMPLES`, `add_arguments(parser)` and `run(args) -> exit code`.
+Only the module of the command that was asked for is imported, so `--help` and `--version` answer at once.
+
+Exit codes: 0 done, 1 the job failed or found problems, 2 the call or the input cannot be used as given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+from vlm_stream import __version__
+from vlm_stream.errors import InputError, VlmStreamError, nearest_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: Final = {
+    "make-shards": "turn sharegpt or meta JSON and its media into indexed WebDataset shards",
+    "index": "write indexes and a manifest for tars made elsewhere",
+    "verify": "check every checksum, range and count of a dataset against its tars",
+    "recount": "count text tokens again for another processor; tars stay untouched",
+    "stats": "print the token, size and media histograms of a dataset",
+}
+
+_EXIT_PROBLEM: Final = 1
+_EXIT_USAGE: Final = 2
+_EXIT_INTERRUPTED: Final = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0].startswith("-"):
+        return _run_bare(arguments)
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        return _fail(f"there is no command '{name}'; {nearest_name(name, COMMANDS)}", _EXIT_USAGE)
+    return run_command(name, rest, prog=f"vlm-stream {name}")
+
+
+def run_command(name: str, arguments: Sequence[str], *, prog: str) -> int:
+    """Parse the arguments of one command, run it, and turn its errors into one sentence and an exit code."""
+    command = import_module(f"vlm_stream.commands.{name.replace('-', '_')}")
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=command.__doc__,
+        epilog=command.EXAMPLES.replace("\n  ", "\n  vlm-stream "),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_arguments(parser)
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks")
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        code: int = command.run(args)
+    except VlmStreamError as error:
+        if args.verbose:
+            raise
+        return _fail(str(error), _EXIT_USAGE if isinstance(error, InputError) else _EXIT_PROBLEM)
+    except KeyboardInterrupt:
+        return _fail("interrupted; what was finished stays, run the same command again to go on", _EXIT_INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+        sys.stderr.close()
+        return _EXIT_PROBLEM
+    return code
+
+
+def _run_bare(arguments: list[str]) -> int:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="vlm-stream",
+        description="Stream vision-language training data from tar shards: plan on metadata, fetch late.",
+        epilog=f"commands:\n{listing}\n\n'vlm-stream COMMAND --help' shows a command's options, with examples.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="vlm-stream [--version] COMMAND ...",
+    )
+    parser.add_argument("--version", action="version", version=f"vlm-stream {__version__}")
+    parser.parse_args(arguments)
+    parser.print_help()
+    return 0 if arguments else _EXIT_USAGE
+
+
+def _fail(sentence: str, code: int) -> int:
+    sys.stderr.write(f"error: {sentence}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

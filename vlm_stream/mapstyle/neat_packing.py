@@ -1,0 +1,119 @@
+"""`neat_pack_dataset_vlm`: estimates -> bins -> a dataset of packs.
+
+Enters: an encoded dataset, and the raw one below it for estimates. Leaves: a `PackedDatasetWrapper`. Nothing is encoded
+here.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlm_stream.errors import ConfigError
+from vlm_stream.mapstyle.knapsack import greedy_knapsack, greedy_knapsack_vt_balanced, visual_load
+from vlm_stream.mapstyle.packed import PackedDatasetWrapper
+from vlm_stream.mapstyle.raw import estimate_lengths
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    Ints = npt.NDArray[np.int64]
+
+__all__ = ["neat_pack_dataset_vlm"]
+
+logger = logging.getLogger(__name__)
+
+
+def neat_pack_dataset_vlm(
+    dataset: Any,
+    pack_size: int,
+    padding_idx: int = 0,
+    drop_long_samples: bool = False,
+    max_packs: int | None = None,
+    get_rope_index: Callable[..., Any] | None = None,
+    ds_raw: Any = None,
+    packing_ratio: float = 1.0,
+    processor: Any = None,
+    balance_media_tokens: bool = True,
+    sequence_alignment: int = 1,
+) -> PackedDatasetWrapper:
+    """Plan packs for a dataset from estimates.
+
+    Args:
+        dataset: Encoded samples, such as a `PreTokenizedDatasetWrapper`.
+        pack_size: The most tokens of a pack, after the shift.
+        padding_idx: Token that fills aligned documents.
+        drop_long_samples: Leave samples out whose estimate is above `pack_size`; otherwise each gets a pack of its own.
+        max_packs: Keep so many packs, spread evenly over the visual loads of all.
+        get_rope_index: A model's method, a `PositionRule`, or None for plain positions.
+        ds_raw: Raw samples, for estimates; without them every sample counts as half a pack.
+        packing_ratio: Share of a pack that is planned full; below 1 leaves room for estimates that are too low.
+        processor: What turns image and video sizes into tokens.
+        balance_media_tokens: Put packs of similar visual load side by side; `BalancedPackSampler` keeps it so when the
+            order is shuffled.
+        sequence_alignment: Documents are padded to a multiple of it.
+
+    Returns:
+        The packs; their estimated visual tokens are in `visual_loads`.
+    """
+    capacity = int(pack_size * packing_ratio)
+    if sequence_alignment < 1 or capacity < sequence_alignment:
+        raise ConfigError(
+            f"pack_size={pack_size} with packing_ratio={packing_ratio} and sequence_alignment={sequence_alignment} "
+            f"leaves room for no document. Give an alignment of at least 1 and a larger pack."
+        )
+    if ds_raw is None:
+        half = min(_align(np.asarray([capacity // 2]), sequence_alignment)[0], capacity)
+        lengths = np.full(len(dataset), half, dtype=np.int64)
+        media = np.zeros(len(dataset), dtype=np.int64)
+    else:
+        lengths, media = estimate_lengths(ds_raw, processor)
+        lengths = _align(np.maximum(lengths - 1, 0), sequence_alignment)  # the shift takes one token
+    indices = np.arange(len(lengths))
+    if drop_long_samples:
+        indices = np.flatnonzero(lengths <= pack_size)
+        if len(indices) < len(lengths):
+            logger.warning(
+                "%d of %d samples are dropped: more than %d tokens.",
+                len(lengths) - len(indices),
+                len(lengths),
+                pack_size,
+            )
+    lengths, media = np.minimum(lengths[indices], capacity), media[indices]
+    if balance_media_tokens and media.any():
+        bins = greedy_knapsack_vt_balanced(lengths.tolist(), capacity, media.tolist())
+    else:
+        bins = greedy_knapsack(lengths.tolist(), capacity)
+    bins = _cut_fairly(bins, max_packs, media)
+    packed = PackedDatasetWrapper(
+        dataset,
+        [[int(indices[i]) for i in members] for members in bins],
+        pack_size,
+        padding_idx,
+        get_rope_index,
+        sequence_alignment=sequence_alignment,
+    )
+    packed.visual_loads = visual_load(bins, media.tolist()).tolist()
+    return packed
+
+
+def _align(lengths: Ints, alignment: int) -> Ints:
+    return -(-lengths // alignment) * alignment
+
+
+def _cut_fairly(bins: list[list[int]], max_packs: int | None, media: Ints) -> list[list[int]]:
+    """Keep `max_packs` bins, spread evenly over all visual loads: neither the lightest nor the heaviest alone."""
+    if max_packs is None or len(bins) <= max_packs:
+        return bins
+    by_load = np.argsort(visual_load(bins, media.tolist()), kind="stable")
+    # The middle of each of max_packs equal stretches of the sorted bins.
+    places = ((2 * np.arange(max_packs) + 1) * len(bins)) // (2 * max_packs)
+    kept = np.sort(by_load[places])
+    lost = len(bins) - len(kept)
+    samples = sum(map(len, bins)) - sum(len(bins[i]) for i in kept)
+    logger.warning("max_packs=%d leaves out %d packs with %d samples.", max_packs, lost, samples)
+    return [bins[i] for i in kept]

@@ -1,0 +1,175 @@
+"""`LengthGroupedSampler`: samples of similar length side by side, in an order that starts elsewhere every epoch.
+
+Enters: a dataset with metadata for estimates. Leaves: indices, longest first, rotated by whole batches. All ranks share
+seed and epoch, so that position n is a sample of similar length on each of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from vlm_stream.errors import ConfigError, StateError, nearest_name
+from vlm_stream.mapstyle.raw import estimate_lengths, raw_dataset
+from vlm_stream.plan.randomness import Key, words
+from vlm_stream.tokens import (
+    estimate_image_tokens,
+    estimate_sample_length,
+    estimate_video_tokens,
+    extract_image_config,
+    extract_video_config,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+__all__ = ["LengthGroupedSampler"]
+
+logger = logging.getLogger(__name__)
+
+_SLACK_TOKENS: Final = 512
+"""By how much an estimate may exceed `max_length` before its sample is left out; the exact length may still fit."""
+_ORDERS: Final = ("permute", "rotate")
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """Indices by descending length, rotated by whole batches.
+
+    Attributes:
+        lengths, text_lengths, media_lengths: Estimates of all samples.
+        sorted_indices: The samples that are delivered, longest first.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int = 42,
+        processor: Any = None,
+        max_length: int | None = None,
+        batch_size: int = 1,
+        *,
+        order: str = "rotate",
+    ) -> None:
+        """Estimate and sort.
+
+        Args:
+            dataset: Samples with a `conversation`, perhaps below wrappers.
+            seed: The same on every rank.
+            processor: What turns image and video sizes into tokens.
+            max_length: Samples whose estimate is more than 512 tokens above it are left out, and counted in the log.
+            batch_size: Samples that must stay side by side.
+            order: `rotate` the sorted order, or `permute` its batches.
+        """
+        if order not in _ORDERS:
+            raise ConfigError(f"order={order!r} means nothing here; {nearest_name(order, _ORDERS)}")
+        self.seed, self.batch_size, self.order = seed, max(1, batch_size), order
+        self.epoch = 0
+        self._position = 0
+        self._image_cfg, self._video_cfg = self._extract_image_config(processor), self._extract_video_config(processor)
+        total, media = estimate_lengths(raw_dataset(dataset), processor)
+        self.lengths: list[int] = total.tolist()
+        self.media_lengths: list[int] = media.tolist()
+        self.text_lengths: list[int] = (total - media).tolist()
+        kept = np.arange(len(total)) if max_length is None else np.flatnonzero(total <= max_length + _SLACK_TOKENS)
+        if len(kept) < len(total):
+            logger.warning(
+                "%d of %d samples are left out: too long for %s.", len(total) - len(kept), len(total), max_length
+            )
+        by_length = kept[np.argsort(-total[kept], kind="stable")]
+        self.sorted_indices: list[int] = _align_ranks(by_length).tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; the same one gives the same order."""
+        self.epoch, self._position = epoch, 0
+
+    def __len__(self) -> int:
+        return len(self.sorted_indices)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the epoch's indices, from where a loaded state stood."""
+        order = self._epoch_order()
+        start, self._position = self._position, 0
+        for position in range(start, len(order)):
+            self._position = position + 1
+            yield order[position]
+        self._position = 0
+
+    def _epoch_order(self) -> list[int]:
+        """Return the order of this epoch; a short last batch stays last, or it would shift those behind it."""
+        num_full = len(self.sorted_indices) // self.batch_size
+        body = np.asarray(self.sorted_indices[: num_full * self.batch_size]).reshape(num_full, self.batch_size)
+        if self.order == "permute":
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            body = body[torch.randperm(num_full, generator=generator).numpy()]
+        elif num_full:
+            word = words(Key(seed=self.seed, purpose="rotate", epoch=self.epoch), 1)[0]
+            body = np.roll(body, -(int(word) % num_full), axis=0)
+        return [*body.ravel().tolist(), *self.sorted_indices[num_full * self.batch_size :]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the iteration stands, with what proves that a state fits."""
+        return {"version": 1, "epoch": self.epoch, "position": self._position, **self._terms()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state stood: the next iteration begins there.
+
+        Raises:
+            StateError: It is of another version, dataset or configuration.
+        """
+        if state.get("version") != 1:
+            raise StateError(
+                f"A sampler state of version {state.get('version')} cannot be read; this one writes version 1."
+            )
+        wrong = {k: (state.get(k), v) for k, v in self._terms().items() if state.get(k) != v}
+        if wrong:
+            said = ", ".join(f"{k} was {old} and is {new}" for k, (old, new) in wrong.items())
+            raise StateError(f"The state belongs to another run ({said}); its position means nothing here. Start anew.")
+        self.epoch, self._position = int(state["epoch"]), int(state["position"])
+
+    def _terms(self) -> dict[str, Any]:
+        terms = {"seed": self.seed, "batch_size": self.batch_size, "order": self.order}
+        return {**terms, "num_samples": len(self.sorted_indices)}
+
+    @staticmethod
+    def _extract_image_config(processor: Any) -> dict[str, int] | None:
+        return extract_image_config(processor)
+
+    @staticmethod
+    def _extract_video_config(processor: Any) -> dict[str, Any] | None:
+        return extract_video_config(processor)
+
+    @staticmethod
+    def _get_raw_samples(dataset: Any) -> Any:
+        return raw_dataset(dataset)
+
+    def _estimate_image_tokens(self, img_meta: Any) -> int:
+        return estimate_image_tokens(img_meta, self._image_cfg or {})
+
+    def _estimate_video_tokens(self, vid_meta: Any) -> int:
+        return estimate_video_tokens(vid_meta, self._video_cfg or {})
+
+    def _estimate_tokens(self, example: Any) -> tuple[int, int]:
+        both = estimate_sample_length(example, self._image_cfg, self._video_cfg, return_media_tokens=True)
+        total, media = both if isinstance(both, tuple) else (both, 0)
+        return total - media, media
+
+
+def _align_ranks(by_length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Leave samples out, evenly over the lengths, until every rank of the process group has the same number."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return by_length
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    least = torch.tensor([len(by_length)], device=device)
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
+    target, count = int(least.item()), len(by_length)
+    if target == count:
+        return by_length
+    logger.warning("%d of %d samples are left out: another rank has only %d.", count - target, count, target)
+    places = ((2 * np.arange(target) + 1) * count) // (2 * max(target, 1))
+    return by_length[places]

@@ -1,0 +1,67 @@
+"""Samples that are too long for a unit: dropped, truncated or refused, and always named.
+
+Enters: samples and limits. Leaves: the samples that stay, with the lengths that will be delivered, and the list of
+those that were dropped or shortened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vlm_stream.errors import ConfigError
+from vlm_stream.plan.values import Dropped, Ref
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from vlm_stream.plan.samples import Samples
+
+__all__ = ["fit_samples"]
+
+
+def fit_samples(
+    samples: Samples, *, max_tokens: int | None, max_vision: int | None, rule: str
+) -> tuple[Samples, tuple[Dropped, ...]]:
+    """Apply the rule (`drop`, `truncate`, `raise`) to samples above a limit; keep the order of the others."""
+    long = samples.tokens > max_tokens if max_tokens is not None else np.zeros(len(samples), dtype=bool)
+    wide = samples.vision > max_vision if max_vision is not None else np.zeros(len(samples), dtype=bool)
+    if not long.any() and not wide.any():
+        return samples, ()
+    if rule == "raise":
+        raise ConfigError(_refusal(samples, long | wide, max_tokens, max_vision))
+    notes: list[Dropped] = []
+    gone = wide if rule == "truncate" else long | wide
+    notes += _notes(samples, gone & wide, "too_much_vision")
+    notes += _notes(samples, gone & ~wide, "too_long")
+    if rule == "truncate":
+        # A carried sample was named when it first came.
+        notes += _notes(samples, long & ~wide & (samples.age == 0), "truncated")
+        samples = replace(samples, tokens=np.minimum(samples.tokens, max_tokens or 0) if long.any() else samples.tokens)
+    return samples.pick(~gone), tuple(notes)
+
+
+def _notes(samples: Samples, which: npt.NDArray[np.bool_], reason: str) -> list[Dropped]:
+    rows = np.flatnonzero(which)
+    return [
+        Dropped(ref=Ref(*ref), reason=reason, tokens=tokens, vision_tokens=vision)
+        for ref, tokens, vision in zip(
+            samples.refs[rows].tolist(), samples.tokens[rows].tolist(), samples.vision[rows].tolist(), strict=True
+        )
+    ]
+
+
+def _refusal(samples: Samples, which: npt.NDArray[np.bool_], max_tokens: int | None, max_vision: int | None) -> str:
+    row = int(np.flatnonzero(which)[0])
+    source, shard, line = samples.refs[row].tolist()
+    limits = [
+        f"{max_tokens} tokens" if max_tokens is not None else "",
+        f"{max_vision} vision tokens" if max_vision else "",
+    ]
+    return (
+        f"Sample {line} of shard {shard} of source {source} has {samples.tokens[row]} tokens "
+        f"({samples.vision[row]} of vision), above the limit of {' and '.join(filter(None, limits))}; it fits no unit. "
+        f"Raise the limit, or set long_samples to 'drop' or 'truncate'."
+    )

@@ -1,0 +1,143 @@
+"""The order of one source: which sample stands at position p of its endless stream of epochs.
+
+Enters: shard sizes, seed, epoch. Leaves: refs and lengths of any stretch of positions. Shards are permuted, taken in
+groups of K, and a group's samples are permuted as a whole. Only the live group is ever held (columns and permutation:
+about 20 bytes a sample), so nothing grows with the dataset but one number per shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vlm_stream.errors import ConfigError
+from vlm_stream.plan.randomness import Key, permutation
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from vlm_stream.plan.values import SourceSpec
+
+    Ints = npt.NDArray[np.int64]
+
+__all__ = ["EpochLayout", "OrderConfig", "epoch_layout", "epoch_length", "group_entries"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderConfig:
+    """How far samples are shuffled."""
+
+    group_shards: int = 256
+    """Shards whose samples are permuted as a whole. More: better mixed, more indexes live at once."""
+    run_length: int = 1
+    """Neighbouring samples that stay together. More: fewer requests to the store, a worse mix."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no order can have."""
+        for name in ("group_shards", "run_length"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"order.{name} is {getattr(self, name)}; no sample could be ordered. Give 1 or more.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpochLayout:
+    """One epoch of one source, shard by shard."""
+
+    shards: Ints
+    """[s] Shard numbers in the order in which the epoch meets them."""
+    quotas: Ints
+    """[s] How many samples each of them delivers."""
+    group_begins: Ints
+    """[groups + 1] Position at which each group of shards begins."""
+
+    def group_at(self, position: int) -> int:
+        """Return the group that holds a position of the epoch."""
+        return int(np.searchsorted(self.group_begins, position, side="right")) - 1
+
+
+def epoch_length(spec: SourceSpec) -> int:
+    """Return how many samples one epoch of the source delivers; the same in every epoch."""
+    # The tiny term keeps 0.1 * 30 from being 2 samples.
+    return int(np.floor(spec.num_samples * spec.sample_ratio + 1e-9))
+
+
+def epoch_layout(spec: SourceSpec, key: Key, config: OrderConfig, *, shuffle: bool) -> EpochLayout:
+    """Lay out one epoch; `key` carries seed, source and epoch."""
+    sizes = np.asarray(spec.samples_per_shard, dtype=np.int64)  # [s]
+    shards = permutation(_for(key, "shards"), len(sizes)) if shuffle else np.arange(len(sizes), dtype=np.int64)
+    quotas = sizes if spec.sample_ratio == 1.0 else _quotas(sizes, spec.sample_ratio, _for(key, "quota"))
+    quotas = quotas[shards]
+    ends = np.concatenate([[0], np.cumsum(quotas)])
+    begins = ends[:: config.group_shards]
+    if (len(sizes) % config.group_shards) or not len(sizes):
+        begins = np.append(begins, ends[-1])
+    return EpochLayout(shards=shards, quotas=quotas, group_begins=begins.astype(np.int64))
+
+
+def _quotas(sizes: Ints, ratio: float, key: Key) -> Ints:
+    """Share an epoch of `ratio` of the samples out among shards, each within one sample of its due.
+
+    The running total is rounded over a permutation of the shards that is new in every epoch, so that no shard is
+    always the one that loses by the rounding.
+    """
+    turn = permutation(key, len(sizes))
+    totals = np.floor(np.cumsum(sizes[turn]) * ratio + 1e-9).astype(np.int64)
+    quotas = np.empty_like(sizes)
+    quotas[turn] = np.diff(totals, prepend=0)
+    return quotas
+
+
+def group_entries(sizes: Ints, quotas: Ints, shards: Ints, key: Key, run_length: int | None) -> npt.NDArray[np.int32]:
+    """Return the samples of one group of shards in the order in which they are delivered.
+
+    Args:
+        sizes: [k] Samples that each shard holds.
+        quotas: [k] Samples that each shard delivers.
+        shards: [k] Shard numbers, for the keys of their subsets.
+        key: Carries seed, source, epoch and the group's number.
+        run_length: Neighbours that stay together, or None to keep the order of the tars.
+
+    Returns:
+        [sum(quotas)] Positions in the concatenation of the k shards.
+    """
+    if np.array_equal(sizes, quotas):
+        entries = np.arange(int(sizes.sum()), dtype=np.int64)
+    else:
+        entries = _subset(sizes, quotas, shards, key)
+    if run_length is None:
+        return entries.astype(np.int32)
+    if run_length == 1:
+        return entries[permutation(_for(key, "samples"), len(entries))].astype(np.int32)
+    # Runs are cut shard by shard: quotas [5, 3] and run_length 2 give run numbers [0 0 1 1 2 | 3 3 4].
+    runs_per_shard = -(-quotas // run_length)
+    first_run = np.concatenate([[0], np.cumsum(runs_per_shard)])
+    place = np.arange(len(entries)) - np.repeat(np.cumsum(quotas) - quotas, quotas)
+    run = np.repeat(first_run[:-1], quotas) + place // run_length
+    rank = np.empty(int(first_run[-1]), dtype=np.int64)
+    rank[permutation(_for(key, "runs"), len(rank))] = np.arange(len(rank))
+    return entries[np.argsort(rank[run], kind="stable")].astype(np.int32)
+
+
+def _subset(sizes: Ints, quotas: Ints, shards: Ints, key: Key) -> Ints:
+    """Choose rows: all of a shard as often as its quota holds it whole, and a keyed choice for the rest."""
+    parts = []
+    begin = 0
+    for size, quota, shard in zip(sizes.tolist(), quotas.tolist(), shards.tolist(), strict=True):
+        whole, rest = divmod(quota, size) if size else (0, 0)
+        chosen = permutation(_for(key, "subset", shard), size)[:rest]
+        rows = np.concatenate([np.repeat(np.arange(size, dtype=np.int64), whole), chosen])
+        parts.append(np.sort(rows) + begin)
+        begin += size
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _for(key: Key, purpose: str, index: int | None = None) -> Key:
+    return Key(
+        seed=key.seed,
+        purpose=purpose,
+        source=key.source,
+        epoch=key.epoch,
+        index=key.index if index is None else index,
+    )

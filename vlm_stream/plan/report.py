@@ -1,0 +1,273 @@
+"""The dry run: what a plan will do in a given world, from the index alone.
+
+Enters: a planner, the shape of a step, how many steps to look at. Leaves: `PlanReport`, plain numbers. Nothing is
+fetched, nothing decoded; byte ranges are read from the same columns as lengths.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlm_stream.plan.lower_bound import packs_lower_bound
+from vlm_stream.plan.pack import PackConfig
+from vlm_stream.plan.requests import count_requests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from vlm_stream.plan.planner import Planner
+    from vlm_stream.plan.steps import Step
+    from vlm_stream.plan.values import StepShape
+
+    Ints = npt.NDArray[np.int64]
+
+__all__ = ["PlanReport", "plan_report"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """A plan in numbers. Imbalances are max/mean over ranks, averaged over steps: 1 is perfect."""
+
+    fill: float
+    """Share of token slots that hold tokens."""
+    padding: float
+    """The rest: rows padded to the pack size, or to the longest row of their micro-batch."""
+    packs: int
+    """Units in the steps looked at: packs, groups or samples."""
+    packs_lower_bound: int
+    """Packs that no algorithm can go below (Martello-Toth L2); without packing the number of units."""
+    steps: int
+    """Steps looked at; all of them when `complete`."""
+    complete: bool
+    """Whether the run ends within the steps looked at."""
+    steps_per_epoch: float
+    """Steps in an epoch; projected from the samples drawn when not all were looked at."""
+    samples: int
+    tokens: int
+    fillers: int
+    """Rows without labels in the last step."""
+    llm_imbalance_step: float
+    vit_imbalance_step: float
+    total_imbalance_step: float
+    llm_imbalance_micro: float
+    vit_imbalance_micro: float
+    total_imbalance_micro: float
+    tokens_by_source: dict[str, int]
+    samples_by_source: dict[str, int]
+    dropped: dict[str, int]
+    """Samples left out or shortened, by reason."""
+    dropped_by_source: dict[str, dict[str, int]]
+    live_shards: float
+    """Shards that a window takes samples from."""
+    variance_inflation: float
+    """Sum over shards of the squared samples in a step, by the step's samples: 1 when all are from different shards."""
+    repeat_rate: float
+    """Share of neighbouring samples of the stream that come from the same shard."""
+    state_bytes: int
+    """Largest state, as JSON, also in the middle of steps."""
+    requests_per_sample: float
+    """Requests to the store, neighbours joined within a micro-batch of one rank."""
+    requests_per_step: float
+    bytes_per_step: float
+    bytes_per_sample: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+class _Tally:
+    """Adds up steps."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.sums: Counter[str] = Counter()
+        self.means: dict[str, list[float]] = {}
+        self.sources: dict[str, Counter[int]] = {"samples": Counter(), "tokens": Counter()}
+        self.dropped: Counter[tuple[int, str]] = Counter()
+        self.lengths: list[Ints] = []
+        self.windows: set[int] = set()
+        self.ranges: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+        self.state_bytes = 0
+
+    def mean(self, name: str, value: float) -> None:
+        self.means.setdefault(name, []).append(float(value))
+
+    def add(self, step: Step) -> None:
+        table, numbers = step.table, step.numbers()  # [micro, rank, row]
+        real = numbers >= 0
+        llm, vit, tokens = (np.where(real, column[numbers], 0) for column in (table.llm, table.vit, table.tokens))
+        self.sums.update(steps=1, units=int(real.sum()), fillers=int((~real).sum()), tokens=int(tokens.sum()))
+        self._slots(tokens, real)
+        self._imbalance(llm.sum(axis=2), vit.sum(axis=2))
+        self._samples(step, numbers, real)
+        fresh = [window for window in table.windows if window.start.window not in self.windows]
+        self.windows.update(window.start.window for window in fresh)
+        for window in fresh:
+            self._window(window.samples.refs)
+        for note in step.dropped:
+            self.dropped[note.ref.source, note.reason] += 1
+        if fresh or not self.sums["steps"] % 64:  # what is carried, the bulk of a state, changes with the window
+            middle = max(step.micro_begin, (step.shape.micro_batches - 1) // 2)
+            self.state_bytes = max(self.state_bytes, *(len(json.dumps(step.state_after(m))) for m in (middle, None)))
+
+    def _slots(self, tokens: Ints, real: npt.NDArray[np.bool_]) -> None:
+        mode = self.planner.config.mode
+        if isinstance(mode, PackConfig):
+            self.sums["slots"] += int(real.sum()) * mode.pack_size
+        else:
+            self.sums["slots"] += int(tokens.max(axis=2).sum()) * tokens.shape[2]
+
+    def _imbalance(self, llm: Ints, vit: Ints) -> None:
+        for name, load in (("llm", llm), ("vit", vit), ("total", llm + vit)):  # [micro, rank]
+            if load.any():
+                step = load.sum(axis=0)
+                self.mean(f"{name}_step", step.max() / step.mean())
+                # Ranks wait at every micro-step: the sum of the maxima is the time that passes.
+                self.mean(f"{name}_micro", load.max(axis=1).sum() / load.mean(axis=1).sum())
+
+    def _samples(self, step: Step, numbers: Ints, real: npt.NDArray[np.bool_]) -> None:
+        """Count samples, shards and requests of one step."""
+        table = step.table
+        unit = numbers[real]
+        batch = np.broadcast_to(np.arange(numbers[..., 0].size).reshape(*numbers.shape[:2], 1), numbers.shape)[real]
+        refs, tokens, batches = [], [], []
+        for at, window in enumerate(table.windows):
+            here = np.flatnonzero(table.window[unit] == at)
+            units = table.unit[unit[here]]
+            begins, sizes = window.splits[units], window.splits[units + 1] - window.splits[units]
+            ends = np.cumsum(sizes)
+            members = np.repeat(begins - (ends - sizes), sizes) + np.arange(int(sizes.sum()))
+            refs.append(window.samples.refs[members])
+            tokens.append(window.samples.tokens[members])
+            batches.append(np.repeat(batch[here], sizes))
+        ref, length, fetched = np.concatenate(refs), np.concatenate(tokens), np.concatenate(batches)
+        self.lengths.append(length)
+        self.sums["samples"] += len(ref)
+        for source in np.unique(ref[:, 0]).tolist():
+            mine = ref[:, 0] == source
+            self.sources["samples"][source] += int(mine.sum())
+            self.sources["tokens"][source] += int(length[mine].sum())
+        shard = (ref[:, 0] << 40) | ref[:, 1]
+        counts = np.unique(shard, return_counts=True)[1]
+        self.mean("variance", (counts**2).sum() / counts.sum())
+        offset, num_bytes = self._ranges(ref)
+        requests, total = count_requests(fetched, shard, offset, num_bytes)
+        self.sums.update(requests=requests, bytes=total)
+
+    def _ranges(self, refs: Ints) -> tuple[Ints, Ints]:
+        """Look up byte ranges, keeping those of the shards that are live."""
+        offset, num_bytes = np.zeros(len(refs), dtype=np.int64), np.zeros(len(refs), dtype=np.int64)
+        shards, inverse = np.unique(refs[:, :2], axis=0, return_inverse=True)
+        order = np.argsort(inverse.ravel(), kind="stable")
+        splits = np.concatenate([[0], np.cumsum(np.bincount(inverse.ravel()))])
+        for at, (source, shard) in enumerate(shards.tolist()):
+            if (source, shard) not in self.ranges:
+                columns = self.planner.read_columns(source, shard)
+                self.ranges[source, shard] = (columns.offset, columns.num_bytes)
+                while len(self.ranges) > 4 * self.planner.config.order.group_shards * len(self.planner.sources):
+                    del self.ranges[next(iter(self.ranges))]
+            rows = order[splits[at] : splits[at + 1]]
+            offsets, sizes = self.ranges[source, shard]
+            offset[rows], num_bytes[rows] = offsets[refs[rows, 2]], sizes[refs[rows, 2]]
+        return offset, num_bytes
+
+    def _window(self, refs: Ints) -> None:
+        shard = (refs[:, 0] << 40) | refs[:, 1]
+        self.mean("live", len(np.unique(shard)))
+        if len(shard) > 1:
+            self.mean("repeat", float((shard[1:] == shard[:-1]).mean()))
+
+
+def plan_report(
+    planner: Planner,
+    shape: StepShape,
+    *,
+    max_steps: int | None = None,
+    state: dict[str, Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> PlanReport:
+    """Run through a plan, or its first `max_steps` steps, and add it up; `progress` hears the number of each step."""
+    tally = _Tally(planner)
+    complete = True
+    for step in planner.steps(shape, state):
+        if max_steps is not None and tally.sums["steps"] >= max_steps:
+            complete = False
+            break
+        tally.add(step)
+        if progress is not None:
+            progress(tally.sums["steps"])
+    return _report(planner, shape, tally, complete=complete)
+
+
+def _report(planner: Planner, shape: StepShape, tally: _Tally, *, complete: bool) -> PlanReport:
+    sums = tally.sums
+    names = [spec.name for spec in planner.sources]
+    mean = {name: float(np.mean(values)) for name, values in tally.means.items()}
+    mode = planner.config.mode
+    bound = sums["units"]
+    if isinstance(mode, PackConfig) and tally.lengths:
+        lengths = -(-np.maximum(np.concatenate(tally.lengths), 1) // mode.alignment) * mode.alignment
+        bound = packs_lower_bound(np.minimum(lengths, mode.capacity), mode.capacity)
+    by_source: dict[str, dict[str, int]] = {name: {} for name in names}
+    by_reason: Counter[str] = Counter()
+    for (source, reason), count in sorted(tally.dropped.items()):
+        by_source[names[source]][reason] = count
+        by_reason[reason] += count
+    fill = sums["tokens"] / max(sums["slots"], 1)
+    num_samples, num_steps = max(sums["samples"], 1), max(sums["steps"], 1)
+    return PlanReport(
+        fill=fill,
+        padding=1.0 - fill,
+        packs=sums["units"],
+        packs_lower_bound=bound,
+        steps=sums["steps"],
+        complete=complete,
+        steps_per_epoch=_steps_per_epoch(planner, shape, tally),
+        samples=sums["samples"],
+        tokens=sums["tokens"],
+        fillers=sums["fillers"],
+        llm_imbalance_step=mean.get("llm_step", 1.0),
+        vit_imbalance_step=mean.get("vit_step", 1.0),
+        total_imbalance_step=mean.get("total_step", 1.0),
+        llm_imbalance_micro=mean.get("llm_micro", 1.0),
+        vit_imbalance_micro=mean.get("vit_micro", 1.0),
+        total_imbalance_micro=mean.get("total_micro", 1.0),
+        tokens_by_source={name: tally.sources["tokens"][i] for i, name in enumerate(names)},
+        samples_by_source={name: tally.sources["samples"][i] for i, name in enumerate(names)},
+        dropped=dict(by_reason),
+        dropped_by_source=by_source,
+        live_shards=mean.get("live", 0.0),
+        variance_inflation=mean.get("variance", 0.0),
+        repeat_rate=mean.get("repeat", 0.0),
+        state_bytes=tally.state_bytes,
+        requests_per_sample=sums["requests"] / num_samples,
+        requests_per_step=sums["requests"] / num_steps,
+        bytes_per_step=sums["bytes"] / num_steps,
+        bytes_per_sample=sums["bytes"] / num_samples,
+    )
+
+
+def _steps_per_epoch(planner: Planner, shape: StepShape, tally: _Tally) -> float:
+    """Project the steps of an epoch from the samples that the steps looked at took from each source."""
+    lost = tally.dropped
+    taken = {
+        number: tally.sources["samples"][number]
+        + sum(count for (source, reason), count in lost.items() if source == number and reason != "truncated")
+        for number in range(len(planner.sources))
+    }
+    epochs = [
+        taken[number] / stream.epoch_length
+        for number, stream in enumerate(planner.streams)
+        if planner.terms.shares[number] > 0
+    ]
+    done = min(epochs) if planner.terms.stop in ("all", "each") else max(epochs)
+    steps = tally.sums["units"] / shape.units_per_step
+    return steps / done if done > 0 else 0.0

@@ -1,0 +1,196 @@
+"""Steps: what every rank consumes next, and the state after each micro-step.
+
+Enters: a block of dealt units. Leaves: `Step`. A block is `horizon` steps dealt together. The state in the middle of
+a block is the place where the block began, the shape it was dealt for, and how much of it is done: enough to deal it
+again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlm_stream.plan.deal import deal
+from vlm_stream.plan.values import Ref, Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from vlm_stream.plan.balance import BalanceConfig
+    from vlm_stream.plan.queue import Place, UnitQueue, UnitTable
+    from vlm_stream.plan.values import Dropped, StepShape
+
+__all__ = ["Block", "Partial", "Progress", "Step", "next_block", "unit_at"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What has been delivered since the start of the run."""
+
+    steps: int = 0
+    """Finished steps."""
+    units: int = 0
+    samples: int = 0
+    digest: str = ""
+    """Rolling digest of everything delivered, micro-step by micro-step, over all ranks."""
+
+    def after(self, table: UnitTable, numbers: npt.NDArray[np.int64], *, ends_step: bool) -> Progress:
+        """Go on by the units of one micro-step on all ranks (-1 for fillers)."""
+        real = numbers[numbers >= 0]
+        text = hashlib.blake2b(bytes.fromhex(self.digest), digest_size=16)
+        text.update(table.hashes[real].astype("<u8").tobytes())
+        return Progress(
+            steps=self.steps + ends_step,
+            units=self.units + len(real),
+            samples=self.samples + int(table.num_samples[real].sum()),
+            digest=text.hexdigest(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """How far a block was delivered, and how it was dealt."""
+
+    shape: StepShape
+    balance: BalanceConfig
+    steps_done: int
+    micro_done: int
+    """Micro-steps of the step after `steps_done`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """Steps that were dealt together."""
+
+    table: UnitTable
+    shape: StepShape
+    balance: BalanceConfig
+    rows: str
+    """How rows share a micro-batch: see `deal.py`."""
+    before: Place
+    after: Place
+
+    def deal(self) -> npt.NDArray[np.int64]:
+        """Return [steps, micro, rank, row] of numbers in the table, -1 for fillers."""
+        return deal(self.table, self.shape, self.balance, self.rows)
+
+
+def next_block(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows: str) -> Block | None:
+    """Take the units of the next block; None at the end of the stream."""
+    before = queue.place()
+    table = queue.take(shape.units_per_step * balance.horizon)
+    if table is None:
+        return None
+    after = queue.place()
+    # A state inside the block has to find the windows again that were planned for it.
+    before = replace(before, planned=after.planned)
+    first = table.windows[0]
+    if not before.windows and first.start.window == before.cursor.window:
+        before = replace(before, windows=(first,), left=(np.arange(first.num_units),))
+    return Block(table=table, shape=shape, balance=balance, rows=rows, before=before, after=after)
+
+
+def unit_at(table: UnitTable, number: int, unit_per_cost: float) -> Unit:
+    """Build one unit of a table."""
+    window = table.windows[int(table.window[number])]
+    unit = int(table.unit[number])
+    begin, end = int(window.splits[unit]), int(window.splits[unit + 1])
+    return Unit(
+        refs=tuple(map(Ref._make, window.samples.refs[begin:end].tolist())),
+        tokens=int(table.tokens[number]),
+        llm_cost=int(table.llm[number]) * unit_per_cost,
+        vit_cost=int(table.vit[number]) * unit_per_cost,
+    )
+
+
+class Step:
+    """What all ranks consume between two updates of the weights."""
+
+    def __init__(
+        self,
+        block: Block,
+        grid: npt.NDArray[np.int64],
+        number: int,
+        progress: list[Progress],
+        encode: Callable[[Place, Progress, Partial | None], dict[str, Any]],
+        *,
+        epoch: int,
+    ) -> None:
+        """Bind a block's step to the progress before each of its remaining micro-steps (and after the last)."""
+        self._block = block
+        self._grid: npt.NDArray[np.int64] = grid[number]  # [micro, rank, row]
+        self._number = number
+        self._is_last = number == len(grid) - 1
+        self._progress = progress
+        self._encode = encode
+        self.index = progress[0].steps
+        """Number of the step since the start of the run; goes on over a resume."""
+        self.epoch = epoch
+        """Epoch of the mixture in which the step's first unit was drawn."""
+        self.micro_begin = block.shape.micro_batches - (len(progress) - 1)
+        """First micro-step that is still to be delivered: above 0 only right after a resume inside a step."""
+        self.dropped: tuple[Dropped, ...] = block.table.dropped if number == 0 else ()
+        """Samples that the plan left out or shortened where this step's units were cut."""
+
+    @property
+    def shape(self) -> StepShape:
+        """Return the shape that the step was dealt for."""
+        return self._block.shape
+
+    @property
+    def table(self) -> UnitTable:
+        """Return the units that `numbers` counts."""
+        return self._block.table
+
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Return [micro, rank, row] of numbers in `table`; -1 for fillers."""
+        return self._grid
+
+    def units(self, rank: int, micro: int) -> tuple[Unit | None, ...]:
+        """Return the rows of one micro-batch; None is a filler row without labels."""
+        scale = 1.0 / self._block.balance.costs.scale
+        return tuple(
+            None if number < 0 else unit_at(self._block.table, number, scale)
+            for number in self._grid[micro, rank].tolist()
+        )
+
+    def state_after(self, micro: int | None = None) -> dict[str, Any]:
+        """Return the state once all ranks have consumed the step up to and with that micro-step (all by default)."""
+        last = self._block.shape.micro_batches - 1
+        micro = last if micro is None else micro
+        progress = self._progress[micro - self.micro_begin + 1]
+        if micro == last and self._is_last:
+            return self._encode(self._block.after, progress, None)
+        partial = Partial(
+            shape=self._block.shape,
+            balance=self._block.balance,
+            steps_done=self._number + (micro == last),
+            micro_done=0 if micro == last else micro + 1,
+        )
+        return self._encode(self._block.before, progress, partial)
+
+
+def steps_of(
+    block: Block,
+    start: Progress,
+    encode: Callable[[Place, Progress, Partial | None], dict[str, Any]],
+    epoch: int,
+    done: tuple[int, int] = (0, 0),
+) -> tuple[list[Step], Progress]:
+    """Cut a dealt block into steps, from (steps, micro-steps) `done` on; return them and the progress behind them."""
+    grid = block.deal()
+    micro_batches = block.shape.micro_batches
+    steps = []
+    for number in range(done[0], len(grid)):
+        progress = [start]
+        for micro in range(done[1] if number == done[0] else 0, micro_batches):
+            ends = micro == micro_batches - 1
+            progress.append(progress[-1].after(block.table, grid[number, micro].ravel(), ends_step=ends))
+        start = progress[-1]
+        steps.append(Step(block, grid, number, progress, encode, epoch=epoch))
+    return steps, start

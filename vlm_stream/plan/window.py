@@ -1,0 +1,182 @@
+"""The unit stream, window by window.
+
+Enters: a cursor at the start of a window, and the mixture's terms. Leaves: that window's units and the cursor after
+it. A window is a pure function of the two: any process can plan any window that it has a cursor for. No world size
+here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vlm_stream.plan.costs import llm_cost
+from vlm_stream.plan.mixture import draw
+from vlm_stream.plan.pack import PackConfig
+from vlm_stream.plan.randomness import Key, mix64
+from vlm_stream.plan.samples import Samples, SourceStream, concatenate
+from vlm_stream.plan.units import cut_units
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from vlm_stream.plan.config import PlanConfig
+    from vlm_stream.plan.values import Dropped
+
+    Ints = npt.NDArray[np.int64]
+
+__all__ = ["Cursor", "Terms", "Window", "epoch_at", "plan_window"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cursor:
+    """A place between two windows."""
+
+    window: int
+    """Windows before this place."""
+    draw: int
+    """Draws before it."""
+    units: int
+    """Units before it."""
+    positions: tuple[int, ...]
+    """Samples drawn from each source before it, over all epochs."""
+    carry: Samples
+    """Samples that wait for the next window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The part of the config that may change at a resume; a window keeps the terms under which it was drawn."""
+
+    names: tuple[str, ...]
+    """Sources, in the order in which the draw knows them."""
+    shares: tuple[float, ...]
+    stop: str
+    epochs: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Window:
+    """One planned window."""
+
+    start: Cursor
+    after: Cursor
+    samples: Samples
+    """[n] Unit after unit."""
+    splits: Ints
+    """[u + 1]"""
+    tokens: Ints
+    """[u]"""
+    llm: Ints
+    """[u] Cost in the language model."""
+    vit: Ints
+    """[u] Cost in the vision tower."""
+    hashes: npt.NDArray[np.uint64]
+    """[u] Of the refs in each unit."""
+    dropped: tuple[Dropped, ...]
+    closes: bool
+    """The last window of an epoch that is closed by itself, or of the run: the step that ends it is filled up."""
+
+    @property
+    def num_units(self) -> int:
+        """Return u."""
+        return len(self.tokens)
+
+
+def epoch_at(positions: Sequence[int], streams: Sequence[SourceStream], terms: Terms) -> int:
+    """Return the epoch of a mixture: that of its foremost source, or of its last one where all have to finish."""
+    share = dict(zip(terms.names, terms.shares, strict=True))
+    epochs = [
+        position // stream.epoch_length
+        for position, stream in zip(positions, streams, strict=True)
+        if share.get(stream.spec.name, 0.0) > 0
+    ]
+    return min(epochs) if terms.stop in ("all", "each") else max(epochs)
+
+
+def plan_window(cursor: Cursor, streams: Sequence[SourceStream], config: PlanConfig, terms: Terms) -> Window | None:
+    """Plan the window at a cursor; None when the stream has ended."""
+    max_units = config.mode.max_packs if isinstance(config.mode, PackConfig) else None
+    if max_units is not None and cursor.units >= max_units:
+        return None
+    fresh, draws_after, ended = _draw_fresh(cursor, streams, config, terms)
+    if not len(fresh) and not len(cursor.carry):
+        return None
+    samples = concatenate([part for part in (cursor.carry, fresh) if len(part)])
+    key = Key(seed=config.seed, purpose="units", index=cursor.window) if config.shuffle else None
+    cut = cut_units(samples, config.mode, key, last=ended)
+    splits, carry = cut.splits, cut.carry
+    if max_units is not None and cursor.units + len(splits) - 1 >= max_units:
+        splits, carry, ended = splits[: max_units - cursor.units + 1], Samples.empty(), True
+    members = cut.samples if splits[-1] == len(cut.samples) else cut.samples.pick(np.arange(splits[-1]))
+    drawn = np.bincount(fresh.refs[:, 0], minlength=len(streams)).tolist()
+    after = Cursor(
+        window=cursor.window + 1,
+        draw=draws_after,
+        units=cursor.units + len(splits) - 1,
+        positions=tuple(p + n for p, n in zip(cursor.positions, drawn, strict=True)),
+        carry=carry,
+    )
+    return Window(
+        start=cursor,
+        after=after,
+        samples=members,
+        splits=splits,
+        tokens=_sums(members.tokens, splits),
+        llm=_sums(llm_cost(members.tokens, config.balance.costs), splits),
+        vit=_sums(members.vit, splits),
+        hashes=_hash_units(members.refs, splits, [s.spec.name for s in streams]),
+        dropped=cut.dropped,
+        closes=ended,
+    )
+
+
+def _draw_fresh(
+    cursor: Cursor, streams: Sequence[SourceStream], config: PlanConfig, terms: Terms
+) -> tuple[Samples, int, bool]:
+    """Draw a window's new samples; return them with the number of the next draw and whether the stop rule was met."""
+    number_of = {stream.spec.name: number for number, stream in enumerate(streams)}
+    numbers = np.asarray([number_of[name] for name in terms.names], dtype=np.int64)
+    goal_epochs = terms.epochs
+    if config.flush_epochs and terms.stop != "never":
+        goal_epochs = epoch_at(cursor.positions, streams, terms) + 1
+        if terms.epochs is not None and goal_epochs > terms.epochs:
+            return Samples.empty(), cursor.draw, True
+    left = [
+        None if goal_epochs is None else goal_epochs * streams[n].epoch_length - cursor.positions[n]
+        for n in numbers.tolist()
+    ]
+    draws = draw(cursor.draw, config.window, terms.shares, left, terms.stop)
+    sources = numbers[draws.sources]
+    counts = np.bincount(sources, minlength=len(streams)).tolist()
+    taken = {
+        number: streams[number].take(cursor.positions[number], count) for number, count in enumerate(counts) if count
+    }
+    if len(taken) == 1:
+        return next(iter(taken.values())), draws.next_draw, draws.ended
+    # Source by source -> the order of the draws.
+    order = np.argsort(np.argsort(sources, kind="stable"), kind="stable")
+    return concatenate(list(taken.values())).pick(order), draws.next_draw, draws.ended
+
+
+def _sums(values: Ints, splits: Ints) -> Ints:
+    """Add up the values of each unit."""
+    totals = np.concatenate([[0], np.cumsum(values)])
+    return np.asarray(totals[splits[1:]] - totals[splits[:-1]])
+
+
+def _hash_units(refs: Ints, splits: Ints, names: Sequence[str]) -> npt.NDArray[np.uint64]:
+    """Return [u] a hash of the refs of each unit, in their order, that does not depend on how sources are numbered."""
+    salts = np.asarray(
+        [int.from_bytes(Key(seed=0, purpose="hash", source=name).digest()[:8], "little") for name in names],
+        dtype=np.uint64,
+    )
+    place = np.arange(len(refs)) - np.repeat(splits[:-1], np.diff(splits))
+    word = (refs[:, 1].astype(np.uint64) << np.uint64(32)) ^ refs[:, 2].astype(np.uint64)
+    word = mix64(word ^ salts[refs[:, 0]]) ^ place.astype(np.uint64)
+    totals = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mix64(word))])
+    return np.asarray(totals[splits[1:]] - totals[splits[:-1]])

@@ -1,0 +1,168 @@
+"""A collated batch -> the same batch with its media cut per micro-batch.
+
+Enters: what a collate function returned. Leaves: that mapping, its media tensors replaced by `VLM_PP_MEDIA_KEY`, a
+mapping of lists. Knows the names under which families emit media, and which of them hold a row per image or per video.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from functools import wraps
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from vlm_stream.pp_media.chunk import chunk_crops, chunk_step3_media, chunk_vlm_media, item_bounds, patches_per_item
+from vlm_stream.pp_media.cut import MediaCutError, as_counts, cut_rows, microbatch_bounds, owned_rows, samples_own
+
+__all__ = ["VLM_PP_MEDIA_KEY", "drop_vlm_media", "prepare_vlm_media_for_pp", "wrap_vlm_collate_for_pp"]
+
+Batch: TypeAlias = MutableMapping[str, Any]
+
+VLM_PP_MEDIA_KEY: Final = "_vlm_pp_media_chunks"
+
+IMAGE_GRIDS: Final = ("image_grid_hws", "image_grid_thw", "image_sizes", "image_position_ids", "grid_thws")
+"""A row per image; the first that a batch has is also stored as `image_grid_hws`, whatever its name."""
+IMAGE_EXTRAS: Final = ("image_attention_mask", "pixel_attention_mask", "image_flags", "num_local_patches")
+"""Further rows per image of some families."""
+STEP3_KEYS: Final = ("patch_pixel_values", "num_patches", "patch_newline_mask")
+VIDEO_GRIDS: Final = ("video_grid_thw", "video_grid_hws")
+VIDEO_EXTRAS: Final = ("second_per_grid_ts", "video_second_per_grid", "num_frames_per_video")
+"""A row per video."""
+FRAME_EXTRAS: Final = ("video_position_ids",)
+"""A row per row of `pixel_values_videos`."""
+MEDIA_KEYS: Final = (
+    "pixel_values",
+    *IMAGE_GRIDS,
+    *IMAGE_EXTRAS,
+    *STEP3_KEYS,
+    "n_images_per_sample",
+    "pixel_values_videos",
+    *VIDEO_GRIDS,
+    *VIDEO_EXTRAS,
+    *FRAME_EXTRAS,
+    "n_videos_per_sample",
+)
+
+
+def drop_vlm_media(batch: Batch) -> Batch:
+    """Remove every media tensor, cut or not: what ranks without the first stage have no use for."""
+    for key in (*MEDIA_KEYS, VLM_PP_MEDIA_KEY):
+        batch.pop(key, None)
+    return batch
+
+
+def prepare_vlm_media_for_pp(batch: Batch, batch_size: int, n_microbatches: int) -> Batch:
+    """Replace the media tensors of a batch by lists with one entry per micro-batch.
+
+    Torch would cut the flat media tensors by rows like everything else, and give samples the pixels of others.
+
+    Args:
+        batch: A collated batch; changed in place.
+        batch_size: Its rows. A pack is one row, with the media counts of all its documents.
+        n_microbatches: Micro-batches that the schedule runs.
+
+    Returns:
+        The batch, with `VLM_PP_MEDIA_KEY` if it had pixels.
+
+    Raises:
+        MediaCutError: The counts, grids and pixels do not fit together (a `ValueError`).
+    """
+    bounds = microbatch_bounds(batch_size, n_microbatches)
+    media = {key: batch.pop(key) for key in MEDIA_KEYS if key in batch}
+    media = {key: value for key, value in media.items() if value is not None}
+    chunks: dict[str, list[Any]] = {}
+    if "pixel_values" in media:
+        chunks |= _image_chunks(media, batch_size, n_microbatches)
+    if "pixel_values_videos" in media:
+        chunks |= _video_chunks(media, batch_size, bounds)
+    if chunks:
+        batch[VLM_PP_MEDIA_KEY] = chunks
+    return batch
+
+
+def _image_chunks(media: dict[str, Any], batch_size: int, n_microbatches: int) -> dict[str, list[Any]]:
+    pixels, counts = media["pixel_values"], media.get("n_images_per_sample")
+    grids = [key for key in IMAGE_GRIDS if key in media]
+    step3 = {key: media[key] for key in STEP3_KEYS if key in media}
+    if not grids:
+        chunks = chunk_step3_media(pixels, batch_size, n_microbatches, **step3, n_images_per_sample=counts)
+        num_images = len(pixels) if counts is None else sum(as_counts(counts))
+    else:
+        num_images = len(media[grids[0]])
+        pixel_chunks, grid_chunks = chunk_vlm_media(pixels, media[grids[0]], batch_size, n_microbatches, counts)
+        chunks = {"pixel_values": pixel_chunks, grids[0]: grid_chunks, "image_grid_hws": grid_chunks}
+        if step3:
+            chunks |= chunk_crops(microbatch_bounds(batch_size, n_microbatches), **step3)
+    extras = [key for key in (*grids[1:], *IMAGE_EXTRAS) if key in media]
+    if extras:
+        bounds = microbatch_bounds(batch_size, n_microbatches)
+        images = item_bounds(samples_own(num_images, batch_size, counts, "image"), bounds)
+        chunks |= {key: _cut_companion(key, media[key], num_images, images) for key in extras}
+    return chunks
+
+
+def _video_chunks(media: dict[str, Any], batch_size: int, bounds: list[tuple[int, int]]) -> dict[str, list[Any]]:
+    pixels, counts = media["pixel_values_videos"], media.get("n_videos_per_sample")
+    grids = [key for key in VIDEO_GRIDS if key in media]
+    if grids:
+        num_videos = len(media[grids[0]])
+        proposals = [[1] * num_videos, patches_per_item(media[grids[0]])]
+    elif "num_frames_per_video" in media:
+        proposals = [as_counts(media["num_frames_per_video"])]
+        num_videos = len(proposals[0])
+    elif counts is not None and sum(as_counts(counts)) == len(pixels):
+        num_videos = len(pixels)
+        proposals = [[1] * num_videos]
+    else:
+        raise MediaCutError(
+            f"pixel_values_videos has {len(pixels)} rows, and neither video_grid_thw nor num_frames_per_video nor "
+            f"fitting n_videos_per_sample ({None if counts is None else as_counts(counts)}) says which video owns "
+            f"which rows; the batch cannot be cut into micro-batches. Keep video_grid_thw in the batch."
+        )
+    rows = owned_rows(len(pixels), proposals, "video")
+    videos = item_bounds(samples_own(num_videos, batch_size, counts, "video"), bounds)
+    chunks = {"pixel_values_videos": cut_rows(pixels, rows, videos)}
+    for key in (*grids, *VIDEO_EXTRAS):
+        if key in media:
+            chunks[key] = _cut_companion(key, media[key], num_videos, videos)
+    for key in FRAME_EXTRAS:
+        if key in media:
+            _check_rows(key, media[key], len(pixels))
+            chunks[key] = cut_rows(media[key], rows, videos)
+    return chunks
+
+
+def _cut_companion(key: str, value: Any, num_items: int, bounds: list[tuple[int, int]]) -> list[Any]:
+    _check_rows(key, value, num_items)
+    return cut_rows(value, [1] * num_items, bounds)
+
+
+def _check_rows(key: str, value: Any, num_rows: int) -> None:
+    if len(value) != num_rows:
+        raise MediaCutError(
+            f"VLM PP chunking cannot align {key}, which has {len(value)} rows, with media that have {num_rows}; its "
+            f"rows would reach the wrong micro-batch. Emit one row for each."
+        )
+
+
+def wrap_vlm_collate_for_pp(collate_fn: Callable[[Any], Any], n_microbatches: int) -> Callable[[Any], Any]:
+    """Return a collate function whose batches leave with their media cut for a pipeline.
+
+    Results that are no mapping, or that hold no media, pass as they are.
+    """
+
+    @wraps(collate_fn)
+    def collate(examples: Any) -> Any:
+        batch = collate_fn(examples)
+        if not isinstance(batch, MutableMapping) or not any(key in batch for key in MEDIA_KEYS):
+            return batch
+        ids = batch.get("input_ids")
+        if not isinstance(ids, torch.Tensor):
+            raise MediaCutError(
+                f"The batch has media and no input_ids (keys: {', '.join(sorted(batch))}), so its number of rows is "
+                f"not known and its media cannot be cut. Wrap a collate function that emits input_ids."
+            )
+        return prepare_vlm_media_for_pp(batch, ids.shape[0], n_microbatches)
+
+    return collate

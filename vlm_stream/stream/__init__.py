@@ -1,0 +1,17 @@
+"""Stream: the room that joins the others into batches.
+
+Enters: sources, a processor, options. Leaves: `VLMStream`, whose batches are ready for the model.
+
+In the order the data meets them: `sources.py`, `options.py`, `world.py`, `processors.py` (what the user said),
+`datasets.py` (manifests and indexes: what the plan asks, where bytes lie), `pipeline.py` (plan -> bytes -> batches),
+`rows.py` (samples, holes and fillers), `collators.py` (packed or padded), `dataset.py` (the IterableDataset).
+"""
+
+from __future__ import annotations
+
+from vlm_stream.stream.dataset import VLMStream
+from vlm_stream.stream.options import StreamOptions
+from vlm_stream.stream.pipeline import Delivery
+from vlm_stream.stream.sources import Sources
+
+__all__ = ["Delivery", "Sources", "StreamOptions", "VLMStream"]

@@ -1,0 +1,164 @@
+"""From a plan to finished micro-batches, in one worker: read ahead, encode, collate.
+
+Enters: the micro-batches that this worker owns, in plan order. Leaves: one `Delivery` for each of them, in the same
+order. What is bad becomes a hole and a ledger entry; it never changes which micro-batch comes next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vlm_stream.errors import BadSampleError
+from vlm_stream.ledger import BadSample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from vlm_stream.plan import Dropped, Ref, Step, Unit
+    from vlm_stream.storage import Span, SpanReader
+    from vlm_stream.stream.datasets import OpenDatasets
+    from vlm_stream.stream.rows import RowBuilder
+
+__all__ = ["Delivery", "MicroBatch", "deliver"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one rank consumes at once, before any byte of it was read."""
+
+    step: Step
+    micro: int
+    rank: int
+
+    @property
+    def units(self) -> tuple[Unit | None, ...]:
+        """Return the rows; None is a filler row."""
+        return self.step.units(self.rank, self.micro)
+
+    @property
+    def dropped(self) -> tuple[Dropped, ...]:
+        """Return the samples that the plan itself left out, named where they would have come."""
+        return self.step.dropped if self.micro == self.step.micro_begin else ()
+
+    def state(self) -> dict[str, Any]:
+        """Return the cursor once every rank has consumed this micro-step.
+
+        Made when it is asked for: it costs more than the plan, and not all that is planned ahead gets consumed.
+        """
+        return self.step.state_after(self.micro)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """A finished micro-batch with what the loader must know of it."""
+
+    step: int
+    micro: int
+    batch: dict[str, Any]
+    state: dict[str, Any]
+    bad: tuple[BadSample, ...]
+    num_samples: int
+    """Samples planned into it, bad ones included."""
+    num_tokens: int
+    """Tokens of the samples in it."""
+    num_planned_tokens: int
+    """Tokens that the index promised."""
+    seconds: dict[str, float]
+    """Time spent waiting for bytes (`fetch`), in `encode` and in `collate`."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A micro-batch whose bytes are on their way."""
+
+    plan: MicroBatch
+    units: tuple[Unit | None, ...]
+    missing: int
+    read: dict[Ref, Mapping[str, memoryview] | BadSampleError] = field(default_factory=dict)
+
+
+def deliver(
+    plans: Iterable[MicroBatch], datasets: OpenDatasets, reader: SpanReader, rows: RowBuilder
+) -> Iterator[Delivery]:
+    """Yield a delivery for every planned micro-batch, while the reader fetches the bytes of those to come."""
+    pending: deque[_Pending] = deque()
+
+    def wanted() -> Iterator[tuple[tuple[_Pending, Ref], Span]]:
+        for plan in plans:
+            units = plan.units
+            refs = dict.fromkeys(ref for unit in units if unit is not None for ref in unit.refs)
+            entry = _Pending(plan, units, len(refs))
+            pending.append(entry)
+            for ref in refs:
+                yield (entry, ref), datasets.span(ref)
+
+    waited_from = time.perf_counter()
+    for (entry, ref), result in reader.read(wanted()):
+        entry.read[ref] = result
+        entry.missing -= 1
+        while pending and not pending[0].missing:  # also micro-batches of fillers alone, which want no bytes
+            waited = time.perf_counter() - waited_from
+            yield _finish(pending.popleft(), datasets, rows, waited)
+            waited_from = time.perf_counter()
+    while pending:
+        yield _finish(pending.popleft(), datasets, rows, time.perf_counter() - waited_from)
+
+
+def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, waited: float) -> Delivery:
+    begin = time.perf_counter()
+    bad = [_ledger_entry(note.ref, _not_planned(note), datasets) for note in entry.plan.dropped]
+    encoded_rows: list[list[tuple[Ref, dict[str, Any]]]] = []
+    for unit in entry.units:
+        samples = []
+        for ref in unit.refs if unit is not None else ():
+            content = entry.read[ref]
+            try:
+                if isinstance(content, BadSampleError):
+                    raise content
+                samples.append((ref, rows.encode(content, datasets.manifests[ref.source].fields)))
+            except BadSampleError as error:
+                bad.append(_ledger_entry(ref, error, datasets))
+        encoded_rows.append(samples)
+    encoded = time.perf_counter()
+    batch, overflowed = rows.collate([[sample for _, sample in row] for row in encoded_rows])
+    bad += [_ledger_entry(encoded_rows[row][position][0], reason, datasets) for row, position, reason in overflowed]
+    if rows.with_refs:
+        bad_names = {(line.source, line.shard, line.sample) for line in bad}
+        names = [[datasets.name(ref) for ref, _ in row] for row in encoded_rows]
+        batch["refs"] = [[name for name in row if name not in bad_names] for row in names]
+    return Delivery(
+        step=entry.plan.step.index,
+        micro=entry.plan.micro,
+        batch=batch,
+        state=entry.plan.state(),
+        bad=tuple(bad),
+        num_samples=len(entry.read) + len(entry.plan.dropped),
+        num_tokens=sum(len(sample["input_ids"]) for row in encoded_rows for _, sample in row),
+        num_planned_tokens=sum(unit.tokens for unit in entry.units if unit is not None),
+        seconds={"fetch": waited, "encode": encoded - begin, "collate": time.perf_counter() - encoded},
+    )
+
+
+def _not_planned(note: Dropped) -> BadSampleError:
+    return BadSampleError(
+        "fit",
+        note.reason,
+        f"it has {note.tokens} tokens, {note.vision_tokens} of them for images and videos: more than a row may hold, "
+        f"so it is left out. Raise pack_size or max_length to train on it",
+    )
+
+
+def _ledger_entry(ref: Ref, error: BadSampleError, datasets: OpenDatasets) -> BadSample:
+    source, shard, key = datasets.name(ref)
+    return BadSample(
+        source=source,
+        sample=key,
+        stage=error.stage,
+        reason=error.reason,
+        detail=str(error),
+        shard=shard,
+        offset=datasets.span(ref).offset,
+    )

@@ -1,0 +1,76 @@
+"""What a user may write for `sources`, as one frozen form.
+
+A path or URL, a list of them, or `{name: url}` / `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from os import PathLike, fspath
+from typing import Any, TypeAlias
+
+from vlm_stream.errors import ConfigError, nearest_name
+
+__all__ = ["SourceOptions", "Sources", "normalise_sources"]
+
+Sources: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]] | Mapping[str, Any]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """One dataset of a mixture."""
+
+    name: str
+    """Identifies the source in states, refs and the ledger; with the seed it decides the order of its samples."""
+    url: str
+    """Where its `dataset.json` lies: a folder or an object-store URL."""
+    weight: float = 1.0
+    """Share of this source in the mixture, relative to the other weights."""
+    sample_ratio: float = 1.0
+    """How much of the source one of its epochs delivers; above 1 samples repeat."""
+
+    def __post_init__(self) -> None:
+        """Refuse weights that cannot be meant."""
+        for field in ("weight", "sample_ratio"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ConfigError(
+                    f"source '{self.name}' has {field}={value!r}, but it must be a positive number; "
+                    f"leave the source out to not use it"
+                )
+
+
+def normalise_sources(sources: Sources) -> tuple[SourceOptions, ...]:
+    """Return the sources in the order given, each with a name of its own (`data`, or `data-0`, `data-1` in a list)."""
+    if isinstance(sources, str | PathLike):
+        sources = [sources]
+    if isinstance(sources, Mapping):
+        return tuple(_from_entry(name, entry) for name, entry in sources.items()) or _refuse_empty()
+    if not isinstance(sources, Sequence):
+        raise ConfigError(
+            f"sources is a {type(sources).__name__}, so nothing can be opened; give a path or URL, a list of them, "
+            f"or a mapping of names to {{url, weight, sample_ratio}}"
+        )
+    urls = [fspath(url).rstrip("/") for url in sources]
+    # Not the folders' names: the order of samples follows the source's name, and a dataset may move.
+    names = ["data"] if len(urls) == 1 else [f"data-{number}" for number in range(len(urls))]
+    return tuple(SourceOptions(name=name, url=url) for name, url in zip(names, urls, strict=True)) or _refuse_empty()
+
+
+def _from_entry(name: str, entry: Any) -> SourceOptions:
+    if isinstance(entry, str | PathLike):
+        return SourceOptions(name=name, url=fspath(entry).rstrip("/"))
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"source '{name}' is a {type(entry).__name__}; give its URL, or url with weight/sample_ratio")
+    allowed = [field.name for field in fields(SourceOptions) if field.name != "name"]
+    for key in entry:
+        if key not in allowed:
+            raise ConfigError(f"source '{name}' has an unknown key '{key}'; {nearest_name(str(key), allowed)}")
+    if "url" not in entry:
+        raise ConfigError(f"source '{name}' has no url, so there is nothing to open; add url: PATH_OR_URL")
+    return SourceOptions(name=name, **{**entry, "url": fspath(entry["url"]).rstrip("/")})
+
+
+def _refuse_empty() -> tuple[SourceOptions, ...]:
+    raise ConfigError("sources is empty, so there is nothing to stream; give at least one dataset path or URL")
