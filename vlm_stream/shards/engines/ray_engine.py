@@ -34,7 +34,7 @@ class RayEngine:
 
     workers: int = 1
     address: str | None = None
-    """A running cluster; None: the session's own, or a new one on this machine."""
+    """A running cluster; None: the one this process is connected to, or a new one on this machine."""
 
     def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[R]:
         """Yield `function(task)` for every task, as they finish."""
