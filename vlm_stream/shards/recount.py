@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.conversation import iter_media
 from vlm_stream.errors import BadSampleError
@@ -24,16 +25,18 @@ from vlm_stream.shards.sample import picked_frames
 from vlm_stream.storage import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from vlm_stream.conversation import Conversation
     from vlm_stream.shards.fields import FieldMap
     from vlm_stream.shards.index import ShardIndex
     from vlm_stream.shards.manifest import ShardEntry
-    from vlm_stream.storage import StoreOptions
+    from vlm_stream.storage import Store, StoreOptions
     from vlm_stream.tokens import MediaSizes
 
 __all__ = ["RecountReport", "recount"]
+
+_NUM_THREADS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +79,10 @@ class _Recounter:
         counts: list[int] = index.media.text_tokens.tolist()
         before = list(counts)
         refused = []
-        for row in range(len(index)):
-            members = index.members(row)
-            wanted = [member for member in members if is_text_member(member.name)]
-            found = tars.get_ranges(shard.name, [(member.offset, member.size) for member in wanted])
-            texts = {member.name: bytes(content) for member, content in zip(wanted, found, strict=True)}
+        for row, texts in _iter_texts(tars, shard.name, index):
+            names = [member.name for member in index.members(row)]
             try:
-                conversation = to_conversation(self.fields, [member.name for member in members], texts)
+                conversation = to_conversation(self.fields, names, texts)
                 counts[row] = counter.count(conversation, _sizes(index, row, conversation))
             except BadSampleError as error:
                 refused.append(_refused(shard.name, index.key(row), int(index.offset[row]), error))
@@ -91,6 +91,18 @@ class _Recounter:
         totals = replace(shard.totals, text_tokens=sum(counts))
         entry = replace(shard, totals=totals, index_sha256=hashlib.sha256(rewritten).hexdigest())
         return entry, sum(a != b for a, b in zip(before, counts, strict=True)), refused
+
+
+def _iter_texts(store: Store, path: str, index: ShardIndex) -> Iterator[tuple[int, dict[str, bytes]]]:
+    """Yield row and contents of its text members; many are asked for at a time, because each is a small request."""
+
+    def read(row: int) -> dict[str, bytes]:
+        wanted = [member for member in index.members(row) if is_text_member(member.name)]
+        found = store.get_ranges(path, [(member.offset, member.size) for member in wanted])
+        return {member.name: bytes(content) for member, content in zip(wanted, found, strict=True)}
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        yield from enumerate(pool.map(read, range(len(index))))
 
 
 def _sizes(index: ShardIndex, row: int, conversation: Conversation) -> MediaSizes:

@@ -34,7 +34,7 @@ class RayEngine:
 
     workers: int = 1
     address: str | None = None
-    """A running cluster; None: the session's own, or a new one on this machine."""
+    """A running cluster; None: the one this process is connected to, or a new one on this machine."""
 
     def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[R]:
         """Yield `function(task)` for every task, as they finish."""
@@ -44,7 +44,8 @@ class RayEngine:
             raise MissingExtraError("ray", "ray", "The engine 'ray'") from error
         started = not ray.is_initialized()
         if started:
-            cluster: dict[str, Any] = {"address": self.address} if self.address else {"num_cpus": self.workers}
+            new = {"num_cpus": self.workers, "include_dashboard": False}
+            cluster: dict[str, Any] = {"address": self.address} if self.address else new
             ray.init(**cluster, log_to_driver=False, logging_level=logging.WARNING)
         try:
             yield from self._run(ray, function, iter(tasks))
