@@ -40,7 +40,7 @@ def test_every_recipe_delivers_batches(recipe, toy_shards, image_shards):
     )
     batches = [batch for _, batch in zip(range(3), loader, strict=False)]
     assert len(batches) >= 1
-    assert all(any(row for row in batch["refs"]) for batch in batches)
+    assert any(row for batch in batches for row in batch["refs"])
     if named.get("pp_microbatches"):
         assert any(VLM_PP_MEDIA_KEY in batch for batch in batches)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import shutil
@@ -22,7 +21,7 @@ from vlm_stream.shards import (
     to_conversation,
     verify_dataset,
 )
-from vlm_stream.storage import SpanReader, open_store
+from vlm_stream.storage import SpanReader, crc32c_of, open_store
 from vlm_stream.testing import make_jpeg, make_mp4
 
 if TYPE_CHECKING:
@@ -220,7 +219,7 @@ def test_damaged_tar_is_indexed_up_to_the_damage(tmp_path: Path) -> None:
     (bad,) = (BadSample.from_json(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines())
     assert bad.reason == "damaged_tar"
     assert f"header at byte {offset} is damaged" in bad.detail
-    assert manifest.shards[0].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert manifest.shards[0].crc32c == crc32c_of(path.read_bytes())
 
 
 def test_what_cannot_be_indexed_is_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -167,13 +167,13 @@ def _index_tar(context: _Context, task: _Task) -> ShardPart:
                 scan.add(key, group)
         except DatasetError as error:
             scan.note("", reader.position, BadSampleError("read", "damaged_tar", f"{error} {_LEFT_OUT}"))
-        digest = reader.finish()
+        crc32c = reader.finish()
     data = encode_index(scan.rows)
     out.put(index_name(task.name), data)
     entry = ShardEntry(
         name=task.name,
         totals=decode_index(data).totals(info.size),
-        sha256=digest,
+        crc32c=crc32c,
         index_sha256=hashlib.sha256(data).hexdigest(),
         etag=None if is_local(tars) else info.etag,
     )

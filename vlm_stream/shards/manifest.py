@@ -60,7 +60,7 @@ class ShardEntry:
     name: str
     """Relative to the dataset's root, or to `Manifest.tars`."""
     totals: Totals
-    sha256: str
+    crc32c: int
     """Of the tar."""
     index_sha256: str
     etag: str | None = None
@@ -110,7 +110,7 @@ class Manifest:
     @property
     def digest(self) -> str:
         """Return what identifies the dataset: it changes when any tar or index does, and with nothing else."""
-        parts = [[s.name, s.totals.samples, s.totals.bytes, s.sha256, s.index_sha256] for s in self.shards]
+        parts = [[s.name, s.totals.samples, s.totals.bytes, s.crc32c, s.index_sha256] for s in self.shards]
         text = json.dumps([parts, asdict(self.fields)], separators=(",", ":"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,14 +1,15 @@
-"""One object from front to back: read in large requests, one ahead, hashed on the way.
+"""One object from front to back: read in large requests, one ahead, with a checksum on the way.
 
-Enters: a store and a path. Leaves: as many bytes as asked for, in order, and at the end the sha256 of all. What the
+Enters: a store and a path. Leaves: as many bytes as asked for, in order, and at the end the crc32c of all. What the
 bytes mean is not known here.
 """
 
 from __future__ import annotations
 
-import hashlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
+
+import google_crc32c
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -29,7 +30,7 @@ class ObjectReader:
         self.position = 0
         self._store = store
         self._path = path
-        self._digest = hashlib.sha256()
+        self._crc = 0
         self._chunk = b""
         self._used = 0
         self._asked = 0
@@ -65,11 +66,11 @@ class ObjectReader:
         while self.position < offset and self.read(min(offset - self.position, _REQUEST_BYTES)):
             pass
 
-    def finish(self) -> str:
-        """Read what is left; return the sha256 of the whole object."""
+    def finish(self) -> int:
+        """Read what is left; return the crc32c of the whole object."""
         while self._advance():
             self.position += len(self._chunk)
-        return self._digest.hexdigest()
+        return self._crc
 
     def _ask(self) -> None:
         """Start the next request, so that it is under way while this chunk is worked on."""
@@ -85,6 +86,6 @@ class ObjectReader:
             return False
         self._chunk = self._next.result()
         self._used = 0
-        self._digest.update(self._chunk)
+        self._crc = google_crc32c.extend(self._crc, self._chunk)
         self._ask()
         return bool(self._chunk)

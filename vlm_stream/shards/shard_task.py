@@ -102,14 +102,14 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
             writer = ShardWriter(file)
             for record in task.records.tolist():
                 _add_record(writer, context.source, record, reader, counter, bad)
-            digest = writer.finish()
+            crc32c = writer.finish()
         _publish(store, name, path)
     index = encode_index(writer.rows)
     store.put(index_name(name), index)
     entry = ShardEntry(
         name=name,
         totals=decode_index(index).totals(writer.num_bytes),
-        sha256=digest,
+        crc32c=crc32c,
         index_sha256=hashlib.sha256(index).hexdigest(),
         etag=None if is_local(store) else store.head(name).etag,
     )

@@ -191,9 +191,9 @@ class _ShardCheck:
             num_before = len(self.problems)
             if index is not None:
                 self._check_samples(reader, index)
-            digest = reader.finish()
-        if digest != self.shard.sha256 and len(self.problems) == num_before and size == self.shard.totals.bytes:
-            self.note("changed_tar", "the tar's sha256 is not the manifest's, though each indexed sample is whole.")
+            crc32c = reader.finish()
+        if crc32c != self.shard.crc32c and len(self.problems) == num_before and size == self.shard.totals.bytes:
+            self.note("changed_tar", "the tar's crc32c is not the manifest's, though each indexed sample is whole.")
 
     def _check_samples(self, reader: ObjectReader, index: ShardIndex) -> None:
         seen: set[str] = set()

@@ -3,15 +3,12 @@
 Enters: samples with their keys, in order. Leaves: the bytes of a tar, written front to back, and a row for each sample
 with the place and the checksum of its bytes. It knows nothing of records, stores or other shards.
 
-The sha256 of the tar costs as much as reading and writing together, so a thread of its own computes it meanwhile.
+The tar as a whole gets a crc32c too: a sha256 of it would cost as much as reading and writing together.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, TYPE_CHECKING, Final
 
 import google_crc32c
@@ -25,9 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardWriter"]
 
 _BATCH_BYTES: Final = 1 << 20
-"""Small samples are written and hashed together."""
-_MAX_BEHIND: Final = 4
-"""Batches that the digest may lag behind; bounds memory."""
+"""Small samples are written together."""
 _MAX_VECTORS: Final = 512
 """Pieces in one call; systems allow 1,024."""
 
@@ -38,9 +33,7 @@ class ShardWriter:
     def __init__(self, file: IO[bytes]) -> None:
         """Write to an open file without a buffer of its own, from its beginning."""
         self._file = file
-        self._digest = hashlib.sha256()
-        self._pool = ThreadPoolExecutor(1)
-        self._behind: deque[Future[None]] = deque()
+        self._crc = 0
         self._batch: list[bytes] = []
         self._batch_bytes = 0
         self.num_bytes = 0
@@ -74,24 +67,18 @@ class ShardWriter:
             )
         )
 
-    def finish(self) -> str:
-        """Write the end of the tar; return the sha256 of the whole."""
+    def finish(self) -> int:
+        """Write the end of the tar; return the crc32c of the whole."""
         self._batch.append(END_OF_TAR)
         self._write_batch()
         self.num_bytes += len(END_OF_TAR)
-        self._pool.shutdown(wait=True)
-        return self._digest.hexdigest()
+        return self._crc
 
     def _write_batch(self) -> None:
         pieces, self._batch, self._batch_bytes = self._batch, [], 0
-        self._behind.append(self._pool.submit(self._hash, pieces))
-        _write_all(self._file.fileno(), pieces)
-        if len(self._behind) > _MAX_BEHIND:
-            self._behind.popleft().result()
-
-    def _hash(self, pieces: list[bytes]) -> None:
         for piece in pieces:
-            self._digest.update(piece)
+            self._crc = google_crc32c.extend(self._crc, piece)
+        _write_all(self._file.fileno(), pieces)
 
 
 def _write_all(descriptor: int, pieces: list[bytes]) -> None:
