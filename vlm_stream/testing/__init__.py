@@ -8,8 +8,10 @@ Files, in the order the data meets them:
     toy_images.py, toy_video.py, toy_audio.py   seeded media as bytes
     toy_dataset.py                              a folder of media and a meta file over them
     tokenizer.py, chat_templates.py             a small BPE tokenizer; templates in the manner of the published ones
+    parts.py                                    options of a build, transformers classes by name
     processors.py, vision_processors.py, audio_processors.py   `build_processor(family)`
     models.py                                   `build_tiny_model(family, processor)`
+    toy_samples.py                              samples in memory, and the real processor's answer to them
     torchvision_shim.py                         lets torchvision be imported beside a CPU build of torch
 
 Importing this room arranges for that shim (it acts only when torchvision is imported and would fail) and loads nothing

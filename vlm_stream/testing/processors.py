@@ -68,7 +68,7 @@ def build_processor(
     Example:
         >>> processor = build_processor("qwen2_5_vl")
         >>> chat = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
-        >>> processor.apply_chat_template(chat, tokenize=False).splitlines()[3]
+        >>> processor.apply_chat_template(chat, tokenize=False).splitlines()[2]
         '<|im_start|>user'
     """
     if family not in _BUILDERS:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from vlm_stream.testing.toy_audio import make_toy_wave
-from vlm_stream.tokens import AudioSize, FrameRule, ImageSize, MediaSizes, VideoSize, frame_indices, make_video_metadata
+from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize
+from vlm_stream.tokens.probe import encode_pixels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vlm_stream.conversation import Conversation
+    from vlm_stream.tokens import FrameRule
 
 __all__ = ["MEDIA_OF_FAMILY", "ToySample", "encode_toy_sample", "make_toy_sample"]
 
@@ -122,28 +124,4 @@ def _converse(rng: np.random.Generator, items: list[dict[str, Any]]) -> Conversa
 
 def encode_toy_sample(processor: Any, sample: ToySample, rule: FrameRule) -> dict[str, Any]:
     """Run a real processor on a sample; frames are those of the rule, and the processor samples nothing itself."""
-    metadata = []
-    conversation: Conversation = []
-    for message in sample.conversation:
-        content = []
-        for item in message["content"]:
-            if item["type"] != "video":
-                content.append(item)
-                continue
-            size: VideoSize = item["video"]
-            indices = frame_indices(size.frames, size.fps, rule, size.picked or None)
-            metadata.append(make_video_metadata(size.frames, size.fps, size.seconds, indices))
-            frames = np.zeros((len(indices), size.height, size.width, 3), np.uint8)
-            content.append({"type": "video", "video": frames})
-        conversation.append({**message, "content": content})
-    options: dict[str, Any] = {}
-    if metadata:
-        options = {"do_sample_frames": False, "video_metadata": metadata}
-        if type(processor).__name__.startswith("NemotronH_Omni"):  # reads one clip's metadata as an object
-            from transformers.video_utils import VideoMetadata
-
-            options["video_metadata"] = VideoMetadata(**metadata[0])
-    encoded = processor.apply_chat_template(
-        [conversation], tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=options
-    )
-    return dict(encoded)
+    return encode_pixels(processor, sample.conversation, rule)

@@ -18,6 +18,7 @@ Files, in the order the data meets them:
     count.py        `count_tokens`, `fake_image_tokens`
     media_text.py   what families write around media
     text.py         exact text counts
+    probe.py        `probe_geometry`: the real processor confirms the counts, or they are called estimates
     estimate.py     estimates from `mm_inputs_meta`, for in-memory samples
 """
 
@@ -32,6 +33,7 @@ from vlm_stream.tokens.estimate import (
 )
 from vlm_stream.tokens.frames import FrameRule, count_frames, frame_indices, make_video_metadata
 from vlm_stream.tokens.geometry import Geometry
+from vlm_stream.tokens.probe import probe_geometry
 from vlm_stream.tokens.resize import smart_resize_image, smart_resize_video
 from vlm_stream.tokens.sizes import AudioSize, ImageSize, MediaSizes, VideoSize, check_media_sizes, make_columns
 from vlm_stream.tokens.text import TextCounter, count_text_tokens, guess_text_tokens
@@ -61,6 +63,7 @@ __all__ = [
     "guess_text_tokens",
     "make_columns",
     "make_video_metadata",
+    "probe_geometry",
     "smart_resize_image",
     "smart_resize_video",
 ]

@@ -13,8 +13,6 @@ import numpy as np
 
 from vlm_stream.errors import BadSampleError
 from vlm_stream.tokens.columns import MediaColumns
-from vlm_stream.tokens.resize import MAX_ASPECT_RATIO
-from vlm_stream.tokens.rules.base import name_aspect_problem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,13 +98,10 @@ def check_media_sizes(sizes: MediaSizes, geometry: Geometry) -> None:
                 )
             if rule is None:
                 _refuse_kind(name, geometry)
-            elif problem := _find_problem(medium.height, medium.width, geometry, rule):
-                raise BadSampleError(
-                    "convert",
-                    "extreme_shape",
-                    f"{name} cannot be used: {problem}, which the {geometry.family} processor refuses. "
-                    "Crop or pad it before conversion.",
-                )
+            elif problem := rule.find_problem(medium.height, medium.width):
+                who = "many processors refuse" if geometry.family == "unknown" else f"{geometry.family} refuses"
+                detail = f"{name} cannot be used: {problem}, which {who}. Crop or pad it before conversion."
+                raise BadSampleError("convert", "extreme_shape", detail)
     for number, sound in enumerate(sizes.audios):
         name = f"The audio number {number + 1}"
         if sound.samples < 1 or sound.rate < 1:
@@ -114,13 +109,6 @@ def check_media_sizes(sizes: MediaSizes, geometry: Geometry) -> None:
             raise BadSampleError("convert", "empty_medium", detail)
         if geometry.audio is None:
             _refuse_kind(name, geometry)
-
-
-def _find_problem(height: int, width: int, geometry: Geometry, rule: Any) -> str | None:
-    if geometry.family == "unknown":
-        return name_aspect_problem(height, width, MAX_ASPECT_RATIO)
-    problem: str | None = rule.find_problem(height, width)
-    return problem
 
 
 def _refuse_kind(name: str, geometry: Geometry) -> None:

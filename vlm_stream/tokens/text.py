@@ -38,7 +38,7 @@ class TextCounter:
         >>> from vlm_stream.testing import build_processor
         >>> counter = TextCounter(build_processor("qwen2_5_vl"))
         >>> counter.count([{"role": "user", "content": "Hello world"}])
-        27
+        18
     """
 
     def __init__(self, processor: Any, geometry: Geometry | None = None) -> None:

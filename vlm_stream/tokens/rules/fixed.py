@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_stream.tokens.rules.base import MediaCounts
+from vlm_stream.tokens.resize import MAX_ASPECT_RATIO
+from vlm_stream.tokens.rules.base import MediaCounts, name_aspect_problem
 
 if TYPE_CHECKING:
     from vlm_stream.tokens.rules.base import Ints
@@ -107,6 +108,6 @@ class UnknownMedium:
         """Count sounds."""
         return self._guess(samples)
 
-    def find_problem(self, height: int, width: int) -> str | None:  # noqa: ARG002
-        """Refuse nothing."""
-        return None
+    def find_problem(self, height: int, width: int) -> str | None:
+        """Refuse the shapes that the most common families refuse."""
+        return name_aspect_problem(height, width, MAX_ASPECT_RATIO)
