@@ -93,7 +93,7 @@ def _assert_same(batch: dict, padded: dict, family: str, kind: str) -> None:
         ours = batch[key]
         if family == "smolvlm" and ours.shape[0] > value.shape[0]:
             ours = ours[ours.flatten(1).any(dim=1)]  # a batch holds empty rows for texts without media
-        if key == "input_features" and ours.shape == value.shape:
+        if key in ("input_features", "audio_input_features") and ours.shape == value.shape:
             continue  # sound that is padded before or after its transform differs where the mask hides it
         assert torch.equal(ours.to(value.dtype), value), (family, kind, key)
 

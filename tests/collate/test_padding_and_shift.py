@@ -107,6 +107,21 @@ def test_joining_tensors_lists_and_mixtures():
         join_parts([torch.zeros(1, 3), [torch.zeros(3)]])
 
 
+def test_names_beside_tensors_are_no_media():
+    rows = [
+        {"input_ids": torch.ones(2), "key": "a", "names": ["x"], "_note": [1], "pixel_values": torch.ones(1, 2)}
+    ] * 2
+    assert set(join_media(rows)) == {"pixel_values"}
+
+
+def test_clips_of_different_lengths_get_the_mask_that_phi4_gives_batches():
+    rows = [{"audio_input_features": torch.ones(1, 3, 8)}, {"audio_input_features": torch.ones(1, 5, 8)}]
+    joined = join_media(rows)
+    assert joined["audio_input_features"].shape == (2, 5, 8)
+    assert joined["audio_attention_mask"].tolist() == [[True] * 3 + [False] * 2, [True] * 5]
+    assert "audio_attention_mask" not in join_media(rows[:1])
+
+
 def test_default_pads_to_max_length_and_cuts_text(qwen):
     examples = [{"conversation": chat("Hi", answer="word " * 40)}, {"conversation": chat("Hi")}]
     batch = default_collate_fn(examples, qwen, max_length=40)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["PIXEL_KEYS", "join_media", "join_parts", "media_keys"]
 
 PIXEL_KEYS: Final = ("pixel_values", "pixel_values_videos")
+_MASK_OF: Final = {"audio_input_features": "audio_attention_mask"}
+"""Phi-4 gives a mask of frames only with batches of several clips, so single samples come without one."""
 _NOT_MEDIA: Final = frozenset(
     {*SEQUENCE_KEYS, "position_ids", "seq_lens", "seq_lens_padded", "n_images", "n_videos", "conversation"}
 )
@@ -27,7 +29,15 @@ _NOT_MEDIA: Final = frozenset(
 def media_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys under which rows carry media, in the order in which they appear."""
     values = ((key, value) for row in rows for key, value in row.items() if key not in _NOT_MEDIA)
-    return list(dict.fromkeys(key for key, value in values if isinstance(value, (torch.Tensor, list, tuple))))
+    return list(dict.fromkeys(key for key, value in values if not key.startswith("_") and _is_media(value)))
+
+
+def _is_media(value: Any) -> bool:
+    """Say whether a value can be joined: a tensor, or a list of tensors or numbers; names and notes are not media."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 0
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0
+    return is_list and all(isinstance(entry, (torch.Tensor, int, float)) for entry in value)
 
 
 def join_media(rows: Sequence[Mapping[str, Any]], *, pixel_dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -36,7 +46,16 @@ def join_media(rows: Sequence[Mapping[str, Any]], *, pixel_dtype: torch.dtype | 
     for key in media_keys(rows):
         parts = [row[key] for row in rows if row.get(key) is not None]
         batch[key] = join_parts(parts, pixel_dtype if key in PIXEL_KEYS else None)
+        mask = _MASK_OF.get(key)
+        if mask is not None and len(parts) > 1 and not any(mask in row for row in rows):
+            batch[mask] = _length_mask(parts)
     return batch
+
+
+def _length_mask(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return [n, longest] bool: true where a joined clip has frames of its own."""
+    lengths = torch.tensor([part.shape[1] for part in parts for _ in range(len(part))])
+    return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
 def join_parts(parts: Sequence[Any], dtype: torch.dtype | None = None) -> Any:

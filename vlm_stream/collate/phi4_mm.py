@@ -15,7 +15,7 @@ from vlm_stream.collate.examples import conversations_of
 from vlm_stream.collate.process_batch import Prepared, label_rows, prepare
 from vlm_stream.collate.rows import cut_rows, shift
 from vlm_stream.conversation import iter_media
-from vlm_stream.encode.chat_format import tokenizer_of
+from vlm_stream.encode.call_processor import call_processor
 from vlm_stream.encode.config import EncodeConfig
 from vlm_stream.encode.encoder import Encoder
 from vlm_stream.encode.load_media import audio_rate_of
@@ -82,17 +82,14 @@ def _as_waveform(audio: Any, rate: int) -> Any:
 
 def _call(processor: Any, prepared: Sequence[Prepared]) -> dict[str, Any]:
     texts = [p.rendered.text for p in prepared]
-    images = [image for p in prepared for image in p.loaded.images]
-    audios = [audio for p in prepared for audio in p.loaded.audios]
-    kwargs: dict[str, Any] = {"images": images} if images else {}
-    if audios and "audios" in inspect.signature(type(processor).__call__).parameters:
-        kwargs["audios"] = [(audio, audio_rate_of(processor)) for audio in audios]
-    elif audios:
-        kwargs["audio"] = audios
-    bos = getattr(tokenizer_of(processor), "bos_token", None)
-    if bos is not None and texts[0].startswith(bos):
-        kwargs["add_special_tokens"] = False
-    return dict(processor(text=texts, padding=True, return_tensors="pt", **kwargs))
+    if "audios" not in inspect.signature(type(processor).__call__).parameters:
+        return call_processor(processor, texts, [p.loaded for p in prepared], {"padding": True})
+    media: dict[str, Any] = {
+        "images": [image for p in prepared for image in p.loaded.images],
+        "audios": [(audio, audio_rate_of(processor)) for p in prepared for audio in p.loaded.audios],
+    }
+    given = {name: items for name, items in media.items() if items}
+    return dict(processor(text=texts, padding=True, return_tensors="pt", **given))
 
 
 def _input_mode(batch: Mapping[str, Any]) -> int:

@@ -119,6 +119,8 @@ def resolve_token_id(processor: Any, medium: str) -> int | None:
 
 def check_media_tokens(processor: Any, input_ids: torch.Tensor, sample: Mapping[str, Any]) -> None:
     """Raise `BadSampleError` when ids [S] hold another number of media tokens than the grids ask for."""
+    if all(sample.get(grid_key) is None for _, grid_key, _ in _GRIDS):
+        return
     expected = 0
     tokens: set[int] = set()
     for medium, grid_key, part in _GRIDS:
@@ -134,8 +136,6 @@ def check_media_tokens(processor: Any, input_ids: torch.Tensor, sample: Mapping[
         per_token = merge[0] * merge[1] if isinstance(merge, (tuple, list)) else merge**2
         patches = grid[:, 1:] if _pools_time(processor) else grid
         expected += int((patches.prod(-1) // per_token).sum())
-    if not tokens or not any(sample.get(grid_key) is not None for _, grid_key, _ in _GRIDS):
-        return
     found = sum(int((input_ids == token_id).sum()) for token_id in tokens)
     if found != expected:
         raise BadSampleError(
