@@ -69,14 +69,24 @@ def read_s3fs(plan: dict) -> int:
     return sum(map(len, files.cat_ranges(paths, list(offsets), ends, batch_size=CONCURRENCY, max_gap=None)))
 
 
+def read_bare(plan: dict) -> int:
+    """Read with the client that this package uses, and nothing around it: unchecked, without retries."""
+    import obstore
+    from obstore.store import S3Store
+
+    store = S3Store(plan["bucket"], endpoint=plan["endpoint"], region="us-east-1", client_options={"allow_http": True})
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        return sum(
+            pool.map(
+                lambda place: len(obstore.get_range(store, place[0], start=place[1], length=place[2])), plan["places"]
+            )
+        )
+
+
 def read_ours(plan: dict) -> int:
     """Read with SpanReader: checked, and in order."""
-    from vlm_stream.storage import Member, ReadOptions, RetryOptions, Span, SpanReader, StoreOptions
+    from vlm_stream.storage import ReadOptions, RetryOptions, SpanReader, StoreOptions
 
-    spans = (
-        Span(plan["root"], path, offset, size, crc, tuple(Member(*m) for m in members), shard_size)
-        for path, offset, size, crc, members, shard_size in plan["spans"]
-    )
     options = None
     if plan.get("endpoint"):
         options = StoreOptions(
@@ -85,7 +95,7 @@ def read_ours(plan: dict) -> int:
     num_bytes = 0
     digest = hashlib.blake2b()
     with SpanReader(ReadOptions(**plan.get("read", {})), store_options=options) as reader:
-        for tag, result in reader.read(enumerate(spans)):
+        for tag, result in reader.read(enumerate(plan["spans"])):
             assert not isinstance(result, Exception), result
             for name, view in result.items():
                 num_bytes += len(view)
@@ -105,16 +115,21 @@ def read_webdataset(plan: dict) -> int:
     return sum(len(sample["json"]) + len(sample["0.jpg"]) for sample in dataset)
 
 
-CLIENTS = {"boto3": read_boto3, "s3fs": read_s3fs, "ours": read_ours, "webdataset": read_webdataset}
+CLIENTS = {"boto3": read_boto3, "s3fs": read_s3fs, "bare": read_bare, "ours": read_ours, "webdataset": read_webdataset}
 
 
 def run_client(name: str, plan_file: str) -> None:
     """Read the plan's ranges and print seconds, processor seconds and bytes; imports are not counted."""
     plan = json.loads(Path(plan_file).read_text())
-    with contextlib.suppress(ImportError):
-        {"boto3": lambda: __import__("boto3"), "s3fs": lambda: __import__("s3fs")}.get(
-            name, lambda: (__import__("vlm_stream.storage"), __import__("obstore"), __import__("webdataset"))
-        )()
+    for module in {"boto3": ["boto3"], "s3fs": ["s3fs"], "webdataset": ["webdataset"]}.get(name, ["obstore"]):
+        __import__(module)
+    if name == "ours":
+        from vlm_stream.storage import Member, Span
+
+        plan["spans"] = [
+            Span(plan["root"], path, offset, size, crc, tuple(Member(*m) for m in members), shard_size)
+            for path, offset, size, crc, members, shard_size in plan["spans"]
+        ]
     cpu, begun = time.process_time(), time.perf_counter()
     num_bytes = CLIENTS[name](plan)
     seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
@@ -190,18 +205,15 @@ def figure_random(server, folder: Path, peers: str) -> None:
     random.Random(1).shuffle(spans)
     places = [[f"random/{path}", offset, size] for path, offset, size, *_ in spans]
     plan = {"endpoint": server.endpoint, "bucket": server.bucket, "root": store.root, "spans": spans, "places": places}
-    runs = in_turns({"ours": sys.executable, "boto3": peers, "s3fs": peers}, plan, folder)
+    runs = in_turns({"ours": sys.executable, "bare": sys.executable, "boto3": peers, "s3fs": peers}, plan, folder)
     ours = runs["ours"]
     rate = {name: run["bytes"] / run["seconds"] / 1e6 for name, run in runs.items()}
     cost = {name: run["cpu"] / (run["bytes"] / 1e9) for name, run in runs.items()}
     rates = ", ".join(f"{name} {value:.0f}" for name, value in rate.items())
     costs = ", ".join(f"{name} {value:.2f}" for name, value in cost.items())
-    say(
-        "1 random, 32 at a time, MB/s",
-        "3x boto3, 2.5x s3fs",
-        f"{rates}: {rate['ours'] / rate['boto3']:.1f}x boto3, "
-        f"{rate['ours'] / rate['s3fs']:.1f}x s3fs ({ours['metrics']['requests_per_sample']:.2f} requests a sample)",
-    )
+    ratios = ", ".join(f"{rate['ours'] / rate[name]:.2f}x {name}" for name in ("boto3", "s3fs", "bare"))
+    requests = f"{ours['metrics']['requests_per_sample']:.2f} requests a sample"
+    say("1 random, 32 at a time, MB/s", "3x boto3, 2.5x s3fs", f"{rates}: {ratios}; {requests}")
     say("1 client CPU, s/GB", "1/3 of boto3", f"{costs}: 1/{cost['boto3'] / cost['ours']:.1f} of boto3")
 
 

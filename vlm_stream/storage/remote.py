@@ -93,9 +93,9 @@ class ObjectStore:
         elif offset:
             asked["range"] = {"offset": offset}
         answer = obstore_here().get(self._client(patient=False), path, options=asked)
-        begin, end = answer.range
+        (begin, end), meta = answer.range, answer.meta
         # The smallest chunk: each one is kept as soon as it is here, so a broken body loses nothing.
-        return RangeBody(answer.stream(1), end - begin, answer.meta["size"], answer.meta["e_tag"])
+        return RangeBody(answer.stream(1), end - begin, meta["size"], meta["e_tag"])
 
     def fault_of(self, error: Exception) -> Fault:
         """Return what the client's exception means."""
