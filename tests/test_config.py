@@ -51,7 +51,7 @@ def test_every_recipe_delivers_batches(recipe, toy_shards, image_shards):
         ("sources: x\nprocessor: y\npack_sise: 3\n", "there is no option 'pack_sise'; did you mean 'pack_size'"),
         ("sources: x\nprocessor: y\nnum_worker: 3\n", "there is no option 'num_worker'; did you mean 'num_workers'"),
         ("sources: x\nprocessor: y\npack_size: big\n", "pack_size is 'big', which it cannot be: .*valid integer"),
-        ("sources: x\nprocessor: y\nmode: paked\n", "mode is 'paked', which it cannot be: .*'packed', 'grouped'"),
+        ("sources: x\nprocessor: y\nmode: paked\n", "mode is 'paked'; did you mean 'packed'"),
         ("sources: x\nprocessor: y\npack_size: 4\nstore: {endpoint: nope}\n", "begin with http"),
         ("sources: x\n", "has no 'processor', so there is nothing to stream"),
         ("processor: x\n", "has no 'sources'"),

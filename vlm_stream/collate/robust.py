@@ -42,7 +42,7 @@ def make_robust_collate(
         for attempt in range(max_retries):
             try:
                 return collate_fn(batch)
-            except Exception as caught:  # noqa: PERF203 - one attempt per pass is the point
+            except Exception as caught:
                 error = caught
                 rng = random.Random(f"{seed}:{attempt}")
                 places = [rng.randrange(len(dataset)) for _ in batch]

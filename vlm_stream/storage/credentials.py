@@ -13,7 +13,7 @@ from __future__ import annotations
 import configparser
 import importlib
 import os
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class ProfileCredentials:
             "access_key_id": section["aws_access_key_id"],
             "secret_access_key": section["aws_secret_access_key"],
             "token": section.get("aws_session_token"),
-            "expires_at": datetime.now(timezone.utc) + _REREAD,
+            "expires_at": datetime.now(UTC) + _REREAD,
         }
 
 

@@ -126,10 +126,7 @@ class StreamOptions:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot be meant."""
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f"{name} is {value!r}; {nearest_name(str(value), allowed)}")
+        _check_choices({name: getattr(self, name) for name in _CHOICES})
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -166,6 +163,7 @@ class StreamOptions:
         for name in options:
             if name not in allowed:
                 raise ConfigError(f"there is no option '{name}'; {nearest_name(name, [*allowed, *others])}")
+        _check_choices(options)
         try:
             return TypeAdapter(cls).validate_python(dict(options))
         except ValidationError as error:
@@ -234,3 +232,9 @@ _CHOICES: dict[str, Sequence[str]] = {
     "video_backend": ("auto", "av", "decord", "torchcodec"),
     "attention": ATTENTION_FORMS,
 }
+
+
+def _check_choices(options: Mapping[str, Any]) -> None:
+    for name, allowed in _CHOICES.items():
+        if name in options and options[name] not in allowed:
+            raise ConfigError(f"{name} is {options[name]!r}; {nearest_name(str(options[name]), allowed)}")
