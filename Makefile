@@ -11,7 +11,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python -m vlm_stream.testing.demo --out demo-out
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

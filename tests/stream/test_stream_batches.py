@@ -98,8 +98,8 @@ def test_too_many_bad_samples_end_the_run(damaged_shards, processor):
         ({"pack_size": 0}, "pack_size is 0, but it counts something"),
         ({"mode": "paked"}, "mode is 'paked'; did you mean 'packed'"),
         ({"pack_sise": 12}, "there is no option 'pack_sise'; did you mean 'pack_size'"),
-        ({"pack_size": 12, "bad_budget": 2}, "bad_budget is 2, but it is a share"),
-        ({"pack_size": 12, "packing_ratio": 0}, "packing_ratio=0 leaves a capacity of 0"),
+        ({"pack_size": 12, "bad_budget": 2}, "bad_budget is 2.0, but it is a share"),
+        ({"pack_size": 12, "packing_ratio": 0}, "packing_ratio=0.0 leaves a capacity of 0"),
         ({"pack_size": 12, "rank": 3, "world_size": 2}, "rank 3 of 2 does not exist"),
     ],
 )
