@@ -220,7 +220,12 @@ class StreamOptions:
 
     def read(self) -> ReadOptions:
         """Return how bytes are read."""
-        return ReadOptions(prefetch_bytes=self.prefetch_bytes, cache_dir=self.cache_dir, cache_bytes=self.cache_bytes)
+        return ReadOptions(
+            prefetch_bytes=self.prefetch_bytes,
+            cache_dir=self.cache_dir,
+            cache_bytes=self.cache_bytes,
+            missing_is_bad=True,
+        )
 
 
 _CHOICES: dict[str, Sequence[str]] = {
