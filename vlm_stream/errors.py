@@ -48,7 +48,7 @@ class VlmStreamError(Exception):
 
 
 class InputError(VlmStreamError):
-    """What the user gave cannot be used as given. Its kinds are Python's own errors too, for callers that know those."""
+    """What the user gave cannot be used as given. Its kinds are also those of Python itself."""
 
 
 class ConfigError(InputError, ValueError):

@@ -8,10 +8,11 @@ number of ranks and workers.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.ledger import Ledger
@@ -24,21 +25,9 @@ if TYPE_CHECKING:
 
     from vlm_stream.stream import Delivery, Sources
 
-__all__ = ["StreamLoader"]
+__all__ = ["LOADER_ARGUMENTS", "StreamLoader"]
 
 _KEY = "vlm_stream"
-_OWN_NAMES = (
-    "sources",
-    "processor",
-    "num_workers",
-    "prefetch_batches",
-    "worker_timeout",
-    "max_restarts",
-    "start_method",
-    "rank",
-    "world_size",
-    "device_mesh",
-)
 
 
 class StreamLoader:
@@ -88,7 +77,7 @@ class StreamLoader:
         self.stream = VLMStream(
             sources,
             processor=processor,
-            options=StreamOptions.parse(options, others=_OWN_NAMES),
+            options=StreamOptions.parse(options, others=LOADER_ARGUMENTS),
             rank=rank,
             world_size=world_size,
             device_mesh=device_mesh,
@@ -166,3 +155,11 @@ class StreamLoader:
             yield from self._pool.items(lambda: self._cursor)
         finally:
             self._pool.close()
+
+
+LOADER_ARGUMENTS: Final = tuple(
+    name
+    for name, parameter in inspect.signature(StreamLoader).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD
+)
+"""What the loader takes itself; everything else is a field of `StreamOptions`."""
