@@ -33,7 +33,7 @@ def crc32c_of(data: Buffer) -> int:
 def check_unchanged(span: Span, fetched: Fetched) -> None:
     """Raise when a span's shard was replaced since it was indexed; what is not known is not compared."""
     if fetched.object_size != span.shard_size or fetched.etag != span.etag:
-        if None not in (fetched.object_size, span.shard_size) and fetched.object_size < span.shard_size:
+        if fetched.object_size is not None and span.shard_size is not None and fetched.object_size < span.shard_size:
             return  # cut short, not replaced: the checksum of each sample tells which of them are still whole
         check_unchanged_object(join_url(span.root, span.path), (span.shard_size, span.etag), fetched)
 
