@@ -82,7 +82,7 @@ def test_a_lost_worker_changes_nothing_but_one_warning(toy_shards, processor, ca
         for batch in loader:
             batches.append(batch)
             if len(batches) == 3:
-                os.kill(loader._pool.pids()[0], signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+                os.kill(loader.worker_pids()[0], signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     assert equal(ids(batches), expected)
     assert len([r for r in caplog.records if "a new one goes on" in r.getMessage()]) == 1
 

@@ -133,13 +133,16 @@ class StreamLoader:
         self._cursor = json.loads(json.dumps(state_dict[_KEY]))
         self._rounds = int(state_dict.get("rounds", 0))
 
+    def worker_pids(self) -> list[int]:
+        """Return the process ids of the running workers."""
+        return self._pool.pids() if self._pool is not None else []
+
     def metrics(self) -> dict[str, float]:
         """Return counts, rates and times per stage so far, for TensorBoard, W&B or a table."""
-        pids = self._pool.pids() if self._pool is not None else []
         return self._meter.numbers(pack_size=self.stream.options.pack_size) | {
             "ready_batches": self._pool.num_ready() if self._pool is not None else 0,
             "worker_restarts": self._pool.num_restarts if self._pool is not None else 0,
-            "resident_megabytes": resident_bytes([os.getpid(), *pids]) / 1e6,
+            "resident_megabytes": resident_bytes([os.getpid(), *self.worker_pids()]) / 1e6,
         }
 
     def serve_metrics(self, port: int, address: str = "127.0.0.1") -> Any:
