@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_plan"]
 
 _SIZE: Final = (1000, 620)
+_MAX_PACKS: Final = 20
 _TEXT: Final = (90, 120, 190)
 _VISION: Final = (235, 150, 60)
 _EMPTY: Final = (232, 232, 232)
@@ -36,12 +37,13 @@ def draw_plan(path: Path, lengths: Sequence[int], packs: Sequence[Sequence[tuple
     canvas = ImageDraw.Draw(image)
     _histogram(canvas, (60, 40, 960, 230), lengths)
     canvas.text((60, 18), f"tokens per sample ({len(lengths)} samples)", fill=_INK)
-    canvas.text((60, 268), f"packs of {capacity} tokens: each bar is a sample", fill=_INK)
+    canvas.text((60, 268), f"the first packs of {capacity} tokens: a bar is a sample", fill=_INK)
     _legend(canvas, 520, 268)
-    height = (600 - 300) / max(len(packs), 1)
-    for number, pack in enumerate(packs):
+    shown = packs[:_MAX_PACKS]
+    height = 300 // max(len(shown), 1)
+    for number, pack in enumerate(shown):
         top = 300 + number * height
-        _pack(canvas, (60, top, 960, top + height * 0.8), pack, capacity)
+        _pack(canvas, (60, top, 960, top + height - 4), pack, capacity)
     image.save(path)
 
 
