@@ -39,10 +39,9 @@ def make_data(folder: Path, num_samples: int, samples_per_shard: int, **settings
     return out, processor
 
 
-def first_batch_seconds(
-    shards: Any, processor: Any, state: dict[str, Any] | None, **options: Any
-) -> tuple[float, dict]:
-    loader = StreamLoader(shards, processor=processor, pack_size=PACK_SIZE, **options)
+def first_batch_seconds(shards: Any, processor: Any, state: dict[str, Any] | None) -> float:
+    """Return how long a new loader takes to its first batch."""
+    loader = StreamLoader(shards, processor=processor, pack_size=PACK_SIZE)
     if state is not None:
         loader.load_state_dict(state)
     begin = time.perf_counter()
