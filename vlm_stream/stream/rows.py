@@ -69,7 +69,8 @@ class RowBuilder:
                     continue
                 row.append(sample)
                 num_tokens += length
-            fitting.append(row or [self._filler])
+            # A copy: what leaves may be changed by whoever gets it.
+            fitting.append(row or [{key: value.clone() for key, value in self._filler.items()}])
         return self._collator(fitting), overflowed
 
     @cached_property
