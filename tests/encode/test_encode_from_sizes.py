@@ -117,6 +117,22 @@ def test_sizes_that_do_not_fit_make_a_bad_sample(content, sizes, how):
         Encoder(load("qwen2_vl")).encode_from_sizes(conversation, sizes)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("height", "is_bad"), [(6000, False), (6031, True)])
+def test_shapes_that_the_processor_refuses_are_refused_without_it(family, height, is_bad):
+    encoder = Encoder(load(family))
+    members = {"long.jpg": make_jpeg(height, 30, 0)}
+    conversation = [{"role": "user", "content": [{"type": "image", "image": "long.jpg"}]}, ANSWER]
+    sizes = measure_media(conversation, members)
+    if not is_bad:
+        check_same(encoder, conversation, members, sizes)
+        return
+    with pytest.raises(BadSampleError, match="refused the sample"):
+        encoder.encode(conversation, members)
+    with pytest.raises(BadSampleError, match=r"its sides .* have a ratio above 200"):
+        encoder.encode_from_sizes(conversation, sizes)
+
+
 def test_media_that_nobody_reads_are_refused_alike():
     conversation = [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}, ANSWER]
     with pytest.raises(BadSampleError, match=r"a\.wav: Qwen2VLProcessor does not read audio"):

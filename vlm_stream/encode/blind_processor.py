@@ -66,10 +66,17 @@ class _Part:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._part, name)
 
+    def check_shapes(self, sides: Any) -> None:
+        """Refuse what the real part refuses, so that the sample is bad on every rank."""
+        for height, width in sides.tolist():
+            if problem := self._rule.find_problem(height, width):
+                raise BadSampleError("encode", "extreme_shape", f"A medium cannot be used: {problem}.")
+
 
 class _ImageGrids(_Part):
     def __call__(self, images: Any, **_: Any) -> dict[str, Any]:
         shapes = _shapes(images)  # [m, 3]
+        self.check_shapes(shapes[:, :2])
         return {"image_grid_thw": _as_tensor(self._rule.grid_images(shapes[:, 0], shapes[:, 1]))}
 
 
@@ -78,6 +85,7 @@ class _VideoGrids(_Part):
         from transformers.video_utils import VideoMetadata
 
         shapes = _shapes(videos)  # [m, 4]
+        self.check_shapes(shapes[:, 1:3])
         grids = self._rule.grid_videos(shapes[:, 0], shapes[:, 1], shapes[:, 2])
         return {"video_grid_thw": _as_tensor(grids), "video_metadata": [VideoMetadata(**v) for v in video_metadata]}
 
