@@ -29,6 +29,18 @@ def test_the_models_loss_is_the_one_computed_by_hand(toy_shards, processor, mode
         assert out.loss.item() == pytest.approx(by_hand.item(), rel=1e-5)
 
 
+def test_padded_rows_with_fake_images_train_as_without(toy_shards, processor, model):
+    options = {"mode": "plain", "batch_size": 4, "shuffle": False, "model_config": model.config}
+    plain, faked = (
+        list(StreamLoader(toy_shards, processor=processor, fake_image=fake, **options)) for fake in (False, True)
+    )
+    text_only = [number for number, batch in enumerate(plain) if not batch["mm_token_type_ids"].any(dim=1).all()]
+    assert text_only
+    for number in text_only[:3]:
+        losses = [model(**batches[number], use_cache=False).loss.item() for batches in (plain, faked)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_a_packed_batch_trains(toy_shards, processor, model):
     batch = next(iter(StreamLoader(toy_shards, processor=processor, pack_size=1024)))
     model.zero_grad()

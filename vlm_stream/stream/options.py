@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from vlm_stream.encode import EncodeConfig
@@ -109,7 +109,21 @@ class StreamOptions:
     collate_fn: CollateFn | None = None
     """Called with the rows and the processor instead of our own collation; a packed row is a list of samples."""
     pp_microbatches: int | None = None
-    """Cut media for so many pipeline micro-batches."""
+    """Cut media for so many pipeline micro-batches. Rows that are not packed get their multi-axis positions here too,
+    because stages behind the first have nothing to compute them from."""
+    pixels: bool = True
+    """False: batches have the same tokens, labels, positions and grids, and no pixels. For pipeline ranks without the
+    first stage: they read the text of samples alone (past the cache, of which only whole shards make sense) and decode
+    nothing. Plan and state are those of the other ranks. For families whose text follows from the sizes in the index
+    (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4.6V).
+
+    The limit: a sample with damaged media is a hole on ranks that decode it and tokens here, where not even its text
+    can be checked (the checksum is that of the whole sample); labels and logits of that row would not belong together.
+    `vlm-stream verify` finds damaged bytes before a run. During one, `with_refs` names the samples of each row: leave
+    out a step for which the ranks of a pipeline have different `batch["refs"]`."""
+    model_config: Any = None
+    """The model's config (or its `config.json` as a mapping): where multi-axis positions are computed here, it says by
+    which rule. None: what the processor tells, with the 2 tokens per second of the published Qwen2.5-VL checkpoints."""
     with_refs: bool = False
     """Add `batch["refs"]`: source, shard and key of each sample in each row."""
 
@@ -220,12 +234,13 @@ class StreamOptions:
 
     def read(self) -> ReadOptions:
         """Return how bytes are read."""
-        return ReadOptions(
+        options = ReadOptions(
             prefetch_bytes=self.prefetch_bytes,
             cache_dir=self.cache_dir,
             cache_bytes=self.cache_bytes,
             missing_is_bad=True,
         )
+        return options if self.pixels else replace(options, cache_dir=None, cache_bytes=None)
 
 
 _CHOICES: dict[str, Sequence[str]] = {
