@@ -125,7 +125,7 @@ def start(folder: Path) -> None:
 
     with S3Server(folder / "s3") as server:
         os.environ.update(server.environment)
-        url, processor = make_data(folder, 4000, 4, out=server.url("many"), store=server.options)
+        url, processor = make_data(folder, 20_000, 20, out=server.url("many"), store=server.options)
         stream = VLMStream(
             url, processor=processor, options=StreamOptions(pack_size=PACK_SIZE, store=server.options, epochs=None)
         )

@@ -18,10 +18,10 @@ from vlm_stream.plan import Ref, SampleColumns, SourceSpec
 from vlm_stream.shards import load_manifest, read_index, template_digest
 from vlm_stream.storage import open_store
 from vlm_stream.stream.counting import num_media
-from vlm_stream.tokens import count_tokens
+from vlm_stream.tokens import count_tokens, join_columns
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from vlm_stream.shards import Manifest, ShardIndex
     from vlm_stream.storage import Span, Store, StoreOptions
@@ -63,6 +63,7 @@ class OpenDatasets:
         self._stores: list[Store] = [open_store(source.url, store_options) for source in sources]
         self.manifests: list[Manifest] = [load_manifest(store) for store in self._stores]
         self._indexes: OrderedDict[tuple[int, int], ShardIndex] = OrderedDict()
+        self._counted: dict[tuple[int, int], SampleColumns] = {}
         for source, manifest in zip(self._sources, self.manifests, strict=True):
             if not manifest.totals.samples:
                 raise DatasetError(
@@ -103,25 +104,36 @@ class OpenDatasets:
 
     def __call__(self, source: int, shard: int) -> SampleColumns:
         """Return what the plan must know of one shard's samples (this makes it the plan's column reader)."""
-        index = self._index(source, shard)
-        counted = count_tokens(index.media, self._geometry)
-        fake = np.where(num_media(index.media) == 0, self._fake_tokens, 0)  # [n]
-        return SampleColumns(
-            tokens=counted.tokens + fake,
-            vision_tokens=counted.vision_tokens + fake,
-            vision_patches=counted.vision_patches,
-            vision_squares=counted.vision_squares,
-            offset=index.offset,
-            num_bytes=index.size,
-        )
+        ready = self._counted.pop((source, shard), None)
+        return ready or next(self._count([self._index(source, shard)]))
 
     def prefetch(self, shards: Sequence[tuple[int, int]]) -> None:
-        """Read the indexes of shards that the plan is about to ask for, side by side."""
+        """Read the indexes of shards that the plan is about to ask for, side by side, and count them all at once."""
         missing = [place for place in shards if place not in self._indexes]
         if len(missing) > 1:
             with ThreadPoolExecutor(min(_INDEX_THREADS, len(missing))) as pool:
                 for place, index in zip(missing, pool.map(self._read_index, missing), strict=True):
                     self._keep(place, index)
+        wanted = list(dict.fromkeys(shards))
+        counted = self._count([self._index(*place) for place in wanted]) if wanted else ()
+        self._counted = dict(zip(wanted, counted, strict=False))
+
+    def _count(self, indexes: Sequence[ShardIndex]) -> Iterator[SampleColumns]:
+        media = join_columns([index.media for index in indexes])
+        counted = count_tokens(media, self._geometry)
+        fake = np.where(num_media(media) == 0, self._fake_tokens, 0)  # [n]
+        begin = 0
+        for index in indexes:
+            end = begin + len(index)
+            yield SampleColumns(
+                tokens=counted.tokens[begin:end] + fake[begin:end],
+                vision_tokens=counted.vision_tokens[begin:end] + fake[begin:end],
+                vision_patches=counted.vision_patches[begin:end],
+                vision_squares=counted.vision_squares[begin:end],
+                offset=index.offset,
+                num_bytes=index.size,
+            )
+            begin = end
 
     def span(self, ref: Ref) -> Span:
         """Return where the bytes of a sample lie."""

@@ -42,7 +42,13 @@ def open_planner(
                 "was given; name one with --processor"
             )
         fake_tokens = count_fake_image(processor, geometry)
-    datasets = OpenDatasets(sources, geometry, fake_tokens=fake_tokens, store_options=options.store)
+    datasets = OpenDatasets(
+        sources,
+        geometry,
+        fake_tokens=fake_tokens,
+        store_options=options.store,
+        max_indexes=max(1024, 3 * options.group_shards * len(sources)),
+    )
     config = options.plan(f"{geometry.digest()}+{fake_tokens}", epochs_before=epochs_before)
     planner = Planner(datasets.specs(weigh_by=options.weigh_by), datasets, config, allow=options.allow)
     return datasets, planner, geometry

@@ -22,7 +22,7 @@ Files, in the order the data meets them:
     estimate.py     estimates from `mm_inputs_meta`, for in-memory samples
 """
 
-from vlm_stream.tokens.columns import MediaColumns, TokenColumns
+from vlm_stream.tokens.columns import MediaColumns, TokenColumns, join_columns
 from vlm_stream.tokens.count import FAKE_IMAGE_SIZE, count_tokens, fake_image_tokens
 from vlm_stream.tokens.estimate import (
     estimate_image_tokens,
@@ -61,6 +61,7 @@ __all__ = [
     "fake_image_tokens",
     "frame_indices",
     "guess_text_tokens",
+    "join_columns",
     "make_columns",
     "make_video_metadata",
     "probe_geometry",

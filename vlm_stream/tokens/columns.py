@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
-__all__ = ["MediaColumns", "TokenColumns"]
+__all__ = ["MediaColumns", "TokenColumns", "join_columns"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,3 +61,21 @@ class TokenColumns:
     """[n] Patches that enter the vision tower."""
     vision_squares: npt.NDArray[np.float64]
     """[n] Sum over images and frames of patches squared: what full attention in the vision tower costs."""
+
+
+def join_columns(parts: Sequence[MediaColumns]) -> MediaColumns:
+    """Join columns end to end: counting many small indexes at once costs little more than counting one."""
+
+    def values(name: str) -> npt.NDArray[np.int64]:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    def splits(name: str) -> npt.NDArray[np.int64]:
+        counts = np.concatenate([np.diff(getattr(part, name)) for part in parts])
+        return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
+
+    return MediaColumns(
+        **{name: splits(name) for name in ("image_splits", "video_splits", "audio_splits")},
+        **{name: values(name) for name in ("text_tokens", "image_sizes", "video_sizes", "video_picked", "audio_sizes")},
+        video_fps=np.concatenate([part.video_fps for part in parts]),
+        video_seconds=np.concatenate([part.video_seconds for part in parts]),
+    )
