@@ -99,6 +99,9 @@ class StreamOptions:
     max_frames: int | None = None
     """Most frames of a video; None: what the processor says."""
     video_backend: Literal["auto", "av", "decord", "torchcodec"] = "auto"
+    pixels: Literal["full", "compact"] = "full"
+    """`compact`: workers send pixels as bytes, and `finish_pixels` (or a loader with `device`) makes the processor's
+    pixels of them. Families without a compact path send full ones and say so."""
     hf_labels: bool = True
     """Labels for transformers' own loss, which shifts them. False: shifted already, as the reference's collates do."""
     attention: str = "positions"
@@ -216,6 +219,7 @@ class StreamOptions:
             inject_fake_image=self.fake_image,
             video_backend=self.video_backend,
             frames=frames,
+            pixels=self.pixels,
         )
 
     def read(self) -> ReadOptions:
@@ -230,6 +234,7 @@ _CHOICES: dict[str, Sequence[str]] = {
     "stop": ("all", "each", "first", "never"),
     "barrier": ("micro", "none", "step"),
     "video_backend": ("auto", "av", "decord", "torchcodec"),
+    "pixels": ("compact", "full"),
     "attention": ATTENTION_FORMS,
 }
 
