@@ -62,7 +62,8 @@ class PartTwin:
         mean = torch.tensor(_per_channel(image_mean) if do_normalize else (0.0,) * _CHANNELS) * unit
         std = torch.tensor(_per_channel(image_std) if do_normalize else (1.0,) * _CHANNELS) * unit
         self._undone.spec = PartSpec(layout=self._layout, repeat=1, mean=tuple(mean.tolist()), std=tuple(std.tolist()))
-        return images[..., :_CHANNELS, :, :]
+        colours = images[..., :_CHANNELS, :, :]
+        return colours if self._layout == "patches" else colours.contiguous()
 
 
 def make_twin(part: Any, mixin: type[PartTwin], undone: Undone) -> Any:
