@@ -236,6 +236,13 @@ def test_a_worker_that_dies_repeats_nothing_that_was_sent_ahead(toy_shards, proc
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+def test_a_dtype_may_be_named_and_must_be_a_float():
+    assert DeviceFeed("cpu", "float16").dtype == torch.float16
+    for wrong in ("float13", torch.uint8):
+        with pytest.raises(ConfigError, match="no floating-point dtype of torch"):
+            DeviceFeed("cpu", wrong)
+
+
 def test_a_feed_keeps_the_order():
     feed = DeviceFeed("cpu", torch.float32)
     for depth in (0, 1, 3, 9):

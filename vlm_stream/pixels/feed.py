@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from vlm_stream.errors import ConfigError
 from vlm_stream.pixels.finish import DEFAULT_DTYPE, FinishedOnRead, finish_pixels
 
 if TYPE_CHECKING:
@@ -26,10 +27,16 @@ Item = TypeVar("Item")
 class DeviceFeed:
     """Moves batches to one device and finishes their pixels there."""
 
-    def __init__(self, device: torch.device | str, dtype: torch.dtype = DEFAULT_DTYPE) -> None:
-        """Take where batches go and the dtype of their pixels."""
+    def __init__(self, device: torch.device | str, dtype: torch.dtype | str = DEFAULT_DTYPE) -> None:
+        """Take where batches go and the dtype of their pixels, by name (`"bfloat16"`) or as torch's own."""
         self.device = torch.device(device)
-        self.dtype = dtype
+        found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise ConfigError(
+                f"dtype is {dtype!r}, which is no floating-point dtype of torch, so pixels cannot be finished in it; "
+                "use 'bfloat16', 'float16' or 'float32'"
+            )
+        self.dtype = found
         self.depth = 1 if self.device.type == "cuda" else 0
         """Batches that are sent ahead of the one that the trainer takes."""
         self._stream: Any = None

@@ -8,6 +8,7 @@ Values are computed in float32 in the processor's own order, so in float32 they 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, overload
 
 import torch
@@ -84,14 +85,20 @@ class FinishedOnRead(Sequence[Any]):
 
 def finish_tensor(pixels: torch.Tensor, part: PartSpec, dtype: torch.dtype) -> torch.Tensor:
     """Finish bytes where they are: rows [n, channels * k], or planes [..., channels, height, width]."""
-    mean = torch.tensor(part.mean, dtype=torch.float32, device=pixels.device)[:, None, None]
-    std = torch.tensor(part.std, dtype=torch.float32, device=pixels.device)[:, None, None]
+    mean, std = _constants(part, pixels.device)
     if part.layout == "planes":
         return pixels.to(torch.float32).sub_(mean).div_(std).to(dtype)
     num_rows, width = pixels.shape
     channels = len(part.mean)
     values = pixels.view(num_rows, channels, 1, width // channels).to(torch.float32).sub_(mean).div_(std).to(dtype)
     return values.expand(-1, -1, part.repeat, -1).reshape(num_rows, width * part.repeat)
+
+
+@lru_cache(maxsize=64)
+def _constants(part: PartSpec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and std [channels, 1, 1]; kept, because sending them to a device makes the host wait for it."""
+    mean = torch.tensor(part.mean, dtype=torch.float32, device=device)[:, None, None]
+    return mean, torch.tensor(part.std, dtype=torch.float32, device=device)[:, None, None]
 
 
 def _finish_chunks(
