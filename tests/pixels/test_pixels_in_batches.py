@@ -249,3 +249,14 @@ def test_a_feed_keeps_the_order():
         feed.depth = depth
         items = [{"number": torch.tensor(n)} for n in range(5)]
         assert [int(batch["number"]) for _, batch in feed.batches(items, dict)] == [0, 1, 2, 3, 4]
+
+
+def test_every_tensor_of_a_batch_is_seen_when_streams_meet(toy_shards, processor):
+    from vlm_stream.pixels.feed import _each_tensor
+
+    batch = next(iter(StreamLoader(toy_shards, processor=processor, device="cpu", **PIPELINE)))
+    seen = []
+    _each_tensor(batch, seen.append)
+    compact = batch[VLM_PP_MEDIA_KEY]["pixel_values"].chunks
+    assert {id(chunk) for chunk in compact} <= {id(tensor) for tensor in seen}
+    assert id(batch["input_ids"]) in {id(tensor) for tensor in seen}

@@ -134,7 +134,7 @@ def _move(value: Any, device: torch.device | None) -> Any:
     if device is None:
         return value
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return value.to(device, non_blocking=device.type == "cuda")  # elsewhere the copy may be read too early
     if isinstance(value, Mapping):
         return {key: _move(one, device) for key, one in value.items()}
     if isinstance(value, (list, tuple)) and any(isinstance(one, (torch.Tensor, list, tuple)) for one in value):
