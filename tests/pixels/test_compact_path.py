@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from vlm_stream.encode import EncodeConfig, Encoder
+from vlm_stream.encode.compact import _say_once
 from vlm_stream.errors import ConfigError
 from vlm_stream.packs import build_hf_pack, build_packed_vlm_sample, merge_media, shift_sample
 from vlm_stream.pixels import PIXELS_KEY, CompactPath, PartSpec, PixelSpec, carry_spec, finish_pixels
@@ -143,6 +144,7 @@ def test_one_key_for_two_normalisations_is_refused():
 
 
 def test_a_family_without_a_path_says_so_and_stays_full(caplog):
+    _say_once.cache_clear()  # another test may have heard it already
     processor = build_processor("llava_onevision")
     with caplog.at_level(logging.WARNING):
         sample = encode(processor, "compact")
