@@ -10,8 +10,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 demo: $(VENV)/.installed-demo
 	$(BIN)/python -m vlm_stream.testing.demo --out demo-out
 
-test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+test: $(VENV)/.installed-dev $(VENV)/.system
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -32,6 +32,13 @@ $(VENV)/bin/python:
 	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 		cp vlm_stream/testing/torchvision_shim.py $$site/_torchvision_shim.py && \
 		echo "import _torchvision_shim; _torchvision_shim.install()" > $$site/torchvision_shim.pth
+
+# Debian's FFmpeg libraries for torchcodec, openssl for a test certificate; what cannot be installed skips its tests.
+$(VENV)/.system: | $(VENV)/bin/python
+	@{ command -v ffmpeg && command -v openssl; } >/dev/null || \
+		{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq ffmpeg openssl; } >/dev/null 2>&1 || \
+		echo "ffmpeg or openssl is missing and could not be installed: tests that need it are skipped or fail"
+	@touch $@
 
 $(VENV)/.installed-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e '.[video]'

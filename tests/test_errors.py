@@ -23,6 +23,11 @@ def test_bad_sample_error_survives_pickling():
     assert (error.stage, error.reason, str(error)) == ("read", "crc_mismatch", "byte 3 differs")
 
 
+def test_missing_extra_survives_pickling():
+    error = errors.MissingExtraError("lmdb", "lmdb", "Reading LMDB")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
 def test_missing_extra_says_how_to_install():
     with pytest.raises(errors.InputError, match=r"Reading LMDB needs the package 'lmdb'.*vlm-stream\[lmdb\]"):
         raise errors.MissingExtraError("lmdb", "lmdb", "Reading LMDB")

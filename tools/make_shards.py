@@ -13,8 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vlm_stream.commands import make_shards
-from vlm_stream.commands.common import run_as_script
+from vlm_stream.cli import run_command
 
 if __name__ == "__main__":
-    sys.exit(run_as_script(make_shards))
+    sys.exit(run_command("make-shards", sys.argv[1:], prog="make_shards.py"))

@@ -3,7 +3,7 @@
 A command is a module of `vlm_stream.commands` with `EXAMPLES`, `add_arguments(parser)` and `run(args) -> exit code`.
 Only the module of the command that was asked for is imported, so `--help` and `--version` answer at once.
 
-Exit codes: 0 done, 1 the job failed or found problems, 2 the call or the input cannot be used as given.
+Exit codes: 0 done, 1 the job failed or found problems, 2 the call, the input or the dataset cannot be used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from vlm_stream import __version__
-from vlm_stream.errors import InputError, VlmStreamError, nearest_name
+from vlm_stream.errors import (
+    AccessError,
+    DatasetError,
+    InputError,
+    NotFoundError,
+    VlmStreamError,
+    nearest_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +41,7 @@ COMMANDS: Final = {
     "bench": "run a loader without a model and show where the time goes",
 }
 
+_UNUSABLE: Final = (InputError, DatasetError, NotFoundError, AccessError)
 _EXIT_PROBLEM: Final = 1
 _EXIT_USAGE: Final = 2
 _EXIT_INTERRUPTED: Final = 130
@@ -68,7 +76,7 @@ def run_command(name: str, arguments: Sequence[str], *, prog: str) -> int:
     except VlmStreamError as error:
         if args.verbose:
             raise
-        return _fail(str(error), _EXIT_USAGE if isinstance(error, InputError) else _EXIT_PROBLEM)
+        return _fail(str(error), _EXIT_USAGE if isinstance(error, _UNUSABLE) else _EXIT_PROBLEM)
     except KeyboardInterrupt:
         return _fail("interrupted; what was finished stays, run the same command again to go on", _EXIT_INTERRUPTED)
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone

@@ -12,7 +12,8 @@ VlmStreamError
 |   |-- NotFoundError       there is nothing at that URL
 |   `-- AccessError         the store refused the credentials or the request
 |-- BadSampleError          one sample cannot be used; callers record it and go on
-`-- BadBudgetError          more bad samples than the budget allows
+|-- BadBudgetError          more bad samples than the budget allows
+`-- WorkerError             worker processes keep dying, hanging or failing
 """
 
 from __future__ import annotations
@@ -46,23 +47,23 @@ class VlmStreamError(Exception):
     """Base of everything that this package raises on purpose."""
 
 
-class InputError(VlmStreamError, ValueError):
-    """What the user gave cannot be used as given; a ValueError too, for callers that only know Python's own."""
+class InputError(VlmStreamError):
+    """What the user gave cannot be used as given. Its kinds are also those of Python itself."""
 
 
-class ConfigError(InputError):
+class ConfigError(InputError, ValueError):
     """An option, a YAML key or an argument has a value that means nothing here."""
 
 
-class SourceError(InputError):
+class SourceError(InputError, ValueError):
     """A meta file or a data file cannot be read at all (single bad records go to the ledger instead)."""
 
 
-class StateError(InputError):
+class StateError(InputError, ValueError):
     """A saved state does not belong to this dataset, plan or processor."""
 
 
-class MissingExtraError(InputError):
+class MissingExtraError(InputError, ImportError):
     """An optional package is needed for what was asked."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
@@ -71,6 +72,11 @@ class MissingExtraError(InputError):
             f"{purpose} needs the package '{package}', which is not installed. "
             f"Install it with: pip install 'vlm-stream[{extra}]'"
         )
+        self._parts = (package, extra, purpose)
+
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
+        """Survive the trip from a worker process."""
+        return type(self), self._parts
 
 
 class DatasetError(VlmStreamError):

@@ -8,10 +8,11 @@ number of ranks and workers.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.ledger import Ledger
@@ -26,23 +27,9 @@ if TYPE_CHECKING:
 
     from vlm_stream.stream import Delivery, Sources
 
-__all__ = ["StreamLoader"]
+__all__ = ["LOADER_ARGUMENTS", "StreamLoader"]
 
 _KEY = "vlm_stream"
-_OWN_NAMES = (
-    "sources",
-    "processor",
-    "num_workers",
-    "prefetch_batches",
-    "worker_timeout",
-    "max_restarts",
-    "start_method",
-    "rank",
-    "world_size",
-    "device_mesh",
-    "device",
-    "dtype",
-)
 
 
 class StreamLoader:
@@ -106,7 +93,7 @@ class StreamLoader:
         self.stream = VLMStream(
             sources,
             processor=processor,
-            options=StreamOptions.parse(options, others=_OWN_NAMES),
+            options=StreamOptions.parse(options, others=LOADER_ARGUMENTS),
             rank=rank,
             world_size=world_size,
             device_mesh=device_mesh,
@@ -164,13 +151,16 @@ class StreamLoader:
         self._cursor = json.loads(json.dumps(state_dict[_KEY]))
         self._rounds = int(state_dict.get("rounds", 0))
 
+    def worker_pids(self) -> list[int]:
+        """Return the process ids of the running workers."""
+        return self._pool.pids() if self._pool is not None else []
+
     def metrics(self) -> dict[str, float]:
         """Return counts, rates and times per stage so far, for TensorBoard, W&B or a table."""
-        pids = self._pool.pids() if self._pool is not None else []
         return self._meter.numbers(pack_size=self.stream.options.pack_size) | {
             "ready_batches": self._pool.num_ready() if self._pool is not None else 0,
             "worker_restarts": self._pool.num_restarts if self._pool is not None else 0,
-            "resident_megabytes": resident_bytes([os.getpid(), *pids]) / 1e6,
+            "resident_megabytes": resident_bytes([os.getpid(), *self.worker_pids()]) / 1e6,
         }
 
     def serve_metrics(self, port: int, address: str = "127.0.0.1") -> Any:
@@ -194,3 +184,11 @@ class StreamLoader:
                 yield delivery
         finally:
             self._pool.close()
+
+
+LOADER_ARGUMENTS: Final = tuple(
+    name
+    for name, parameter in inspect.signature(StreamLoader).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD
+)
+"""What the loader takes itself; everything else is a field of `StreamOptions`."""

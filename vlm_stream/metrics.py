@@ -63,6 +63,7 @@ class Meter:
             "tokens_per_s": counts["tokens"] / elapsed,
             "megabytes_per_s": wanted / elapsed / 1e6,
             "requests_per_sample": requests / max(counts["samples"], 1),
+            "bytes_read": read,
             "read_amplification": read / max(wanted, 1),
             "retries": retries,
         }

@@ -160,6 +160,7 @@ class WorkerPool:
                 self._replace(slot, cursor_behind(), waited)
                 begin = time.monotonic()
             except (OSError, EOFError):  # it died while its tensors were on their way
+                worker.process.join(_JOIN_S)
                 self._replace(slot, cursor_behind(), time.monotonic() - begin)
                 begin = time.monotonic()
             else:

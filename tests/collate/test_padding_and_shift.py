@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vlm_stream.collate import default_collate_fn, pad_collate_fn, qwen2_5_collate_fn
 from vlm_stream.collate.examples import count_media_tokens, drop_overlong
-from vlm_stream.collate.join_media import join_media, join_parts
+from vlm_stream.collate.join_media import join_media
 from vlm_stream.collate.rows import pad_rows, shift, split_rows
 from vlm_stream.encode import IGNORE, Encoder, inject_fake_image, make_fake_image
 from vlm_stream.errors import BadSampleError
@@ -90,7 +90,7 @@ def test_two_dimensional_type_ids_and_rows_without_them(qwen):
 
 def test_joining_tensors_lists_and_mixtures():
     ragged = [torch.ones(1, 2, 3), torch.ones(2, 4, 3)]
-    joined = join_parts(ragged)
+    joined = join_media([{"pixel_values": part} for part in ragged])["pixel_values"]
     assert joined.shape == (3, 4, 3)
     assert joined.sum() == 6 + 24
     images = [torch.zeros(3, 4, 4), torch.zeros(3, 2, 2)]
@@ -102,9 +102,10 @@ def test_joining_tensors_lists_and_mixtures():
     batch = join_media(rows, pixel_dtype=torch.bfloat16)
     assert [tuple(p.shape) for p in batch["pixel_values"]] == [(3, 4, 4), (3, 2, 2)]
     assert batch["pixel_values"][0].dtype == torch.bfloat16
-    assert join_parts([[1.0], [0.5, 2.0]]).tolist() == [1.0, 0.5, 2.0]
+    seconds = join_media([{"second_per_grid_ts": part} for part in ([1.0], [0.5, 2.0])])["second_per_grid_ts"]
+    assert seconds.tolist() == [1.0, 0.5, 2.0]
     with pytest.raises(TypeError, match="cannot be joined"):
-        join_parts([torch.zeros(1, 3), [torch.zeros(3)]])
+        join_media([{"pixel_values": torch.zeros(1, 3)}, {"pixel_values": [torch.zeros(3)]}])
 
 
 def test_names_beside_tensors_are_no_media():

@@ -6,6 +6,7 @@ import logging
 import random
 
 import pytest
+import torch
 
 from vlm_stream.collate import make_robust_collate
 
@@ -32,6 +33,26 @@ def test_replacement_depends_on_the_batch_alone(caplog):
     assert collate(DATASET[3:6]) == first
     assert len(first) == 3
     assert min(first) >= 10
+
+
+@pytest.mark.parametrize(
+    "as_example",
+    [
+        lambda i: {"input_ids": torch.tensor([i, i + 1])},
+        lambda i: {"input_ids": [i], "labels": [i]},
+        lambda i: [{"input_ids": torch.tensor([1])}, {"input_ids": torch.tensor([i])}],
+    ],
+)
+def test_encoded_samples_and_packs_have_replacements_of_their_own(as_example):
+    good = {id(example): i for i, example in enumerate(DATASET)}
+
+    def places(batch):
+        return [good[id(example)] for example in batch]  # raises for what is not in the dataset
+
+    collate = make_robust_collate(DATASET, places)
+    first, second, again = (collate([as_example(i)] * 4) for i in (3, 4, 3))
+    assert first == again
+    assert first != second
 
 
 def test_retries_are_used_up():

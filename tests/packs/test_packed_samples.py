@@ -108,7 +108,7 @@ def test_media_join_in_order() -> None:
     parts = [{"pixel_values": torch.full((2, 3), float(i)), "second_per_grid_ts": [float(i)]} for i in range(3)]
     merged = merge_media([plain(2) | part for part in parts])
     assert merged["pixel_values"][:, 0].tolist() == [0, 0, 1, 1, 2, 2]
-    assert merged["second_per_grid_ts"] == [0.0, 1.0, 2.0]
+    assert merged["second_per_grid_ts"].tolist() == [0.0, 1.0, 2.0]
     lists = [{"pixel_values": [torch.zeros(3, i, i)] * i} for i in (1, 2)]
     assert [tuple(p.shape) for p in merge_media(lists)["pixel_values"]] == [(3, 1, 1), (3, 2, 2), (3, 2, 2)]
     with pytest.raises(TypeError, match="'pixel_values' is a tensor in some samples of a pack and a list in others"):

@@ -179,9 +179,9 @@ def test_manifest_survives_its_json_and_its_digest_sees_every_shard(dataset: Pat
     manifest = load_manifest(open_store(str(dataset)))
     assert Manifest.from_json(manifest.to_json()) == manifest
     for number in range(4):
-        for name in ("sha256", "index_sha256", "name"):
+        for name, other in (("crc32c", 0), ("index_sha256", "other"), ("name", "other")):
             shards = list(manifest.shards)
-            shards[number] = replace(shards[number], **{name: "other"})
+            shards[number] = replace(shards[number], **{name: other})
             assert replace(manifest, shards=tuple(shards)).digest != manifest.digest
     assert replace(manifest, home="s3://elsewhere", dropped={"a": 1}).digest == manifest.digest
 

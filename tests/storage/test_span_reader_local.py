@@ -119,3 +119,34 @@ def test_missing_shard_names_its_path(local_shards):
     open_store(local_shards.root).delete(local_shards.spans[0].path)
     with SpanReader() as reader, pytest.raises(NotFoundError, match=r"There is no file .*part/shard-000000.tar"):
         list(reader.read(enumerate(local_shards.spans)))
+
+
+@pytest.mark.parametrize("max_gap_bytes", [0, 256 * 1024])
+def test_single_members_are_read_without_what_lies_between_them(local_shards, max_gap_bytes):
+    narrow = []
+    for span in local_shards.spans:
+        (first, _) = span.members
+        text = Member("json", first.offset, 200)  # a small text before a large medium
+        narrow.append(dataclasses.replace(span, offset=text.offset, size=200, crc32c=None, members=(text,)))
+    with SpanReader(ReadOptions(max_gap_bytes=max_gap_bytes)) as reader:
+        for tag, result in reader.read(enumerate(narrow)):
+            assert bytes(result["json"]) == local_shards.contents[tag]["json"][:200]
+    assert reader.metrics.bytes_read == reader.metrics.bytes_wanted == 200 * len(narrow)
+
+
+def test_a_span_without_a_checksum_is_not_checked(local_shards):
+    wrong, unknown = (dataclasses.replace(local_shards.spans[0], crc32c=crc) for crc in (0, None))
+    with SpanReader() as reader:
+        (_, refused), (_, passed) = reader.read([(0, wrong), (0, unknown)])
+    assert isinstance(refused, BadSampleError)
+    local_shards.assert_equal(0, passed)
+
+
+def test_an_empty_member_is_an_empty_text(local_shards):
+    span = local_shards.spans[3]
+    empty = Member("txt", span.offset + 5, 0)
+    with SpanReader() as reader:
+        ((_, result),) = reader.read(
+            [(0, dataclasses.replace(span, offset=empty.offset, size=0, crc32c=None, members=(empty,)))]
+        )
+    assert bytes(result["txt"]) == b""

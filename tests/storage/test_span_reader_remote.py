@@ -142,17 +142,26 @@ def test_other_etag_or_size_is_an_error(s3_shards, s3_server):
             list(reader.read([(0, longer)]))
 
 
-def test_an_object_that_ends_before_the_sample_is_an_error(s3_shards, s3_server):
-    span = s3_shards.spans[5]
-    open_store(s3_shards.root, s3_server.options).put(span.path, b"tiny")
-    with (
-        SpanReader(store_options=s3_server.options) as reader,
-        pytest.raises(ChangedObjectError, match="4 bytes instead of"),
-    ):
-        list(reader.read([(5, span)]))
-    with SpanReader(store_options=s3_server.options) as reader:
-        ((_, result),) = reader.read([(5, dataclasses.replace(span, shard_size=None))])
-    assert result.reason == "truncated"
+@pytest.mark.parametrize("cached", [False, True])
+def test_samples_of_an_object_that_was_cut_short_are_bad_or_whole(s3_shards, s3_server, tmp_path, cached):
+    first = s3_shards.spans[0]
+    spans = [(n, span) for n, span in enumerate(s3_shards.spans) if span.path == first.path]
+    store = open_store(s3_shards.root, s3_server.options)
+    store.put(first.path, store.get(first.path)[: spans[2][1].offset])
+    options = ReadOptions(cache_dir=str(tmp_path), cache_bytes=1 << 30) if cached else ReadOptions()
+    with SpanReader(options, store_options=s3_server.options) as reader:
+        results = dict(reader.read(spans))
+    for number, _ in spans[:2]:
+        s3_shards.assert_equal(number, results.pop(number))
+    assert {result.reason for result in results.values()} == {"truncated"}
+
+
+def test_a_missing_shard_may_be_bad_samples(s3_shards, s3_server):
+    span = dataclasses.replace(s3_shards.spans[0], path="no-such.tar")
+    with SpanReader(ReadOptions(missing_is_bad=True), store_options=s3_server.options) as reader:
+        (_, bad), (_, good) = reader.read([(0, span), (1, s3_shards.spans[1])])
+    assert (bad.reason, str(bad).endswith("The sample is left out.")) == ("missing_shard", True)
+    s3_shards.assert_equal(1, good)
 
 
 def test_an_object_replaced_during_a_read_is_not_mixed(s3_shards, s3_server, proxy):

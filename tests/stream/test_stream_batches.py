@@ -29,6 +29,18 @@ def test_the_models_loss_is_the_one_computed_by_hand(toy_shards, processor, mode
         assert out.loss.item() == pytest.approx(by_hand.item(), rel=1e-5)
 
 
+def test_padded_rows_with_fake_images_train_as_without(toy_shards, processor, model):
+    options = {"mode": "plain", "batch_size": 4, "shuffle": False, "model_config": model.config}
+    plain, faked = (
+        list(StreamLoader(toy_shards, processor=processor, fake_image=fake, **options)) for fake in (False, True)
+    )
+    text_only = [number for number, batch in enumerate(plain) if not batch["mm_token_type_ids"].any(dim=1).all()]
+    assert text_only
+    for number in text_only[:3]:
+        losses = [model(**batches[number], use_cache=False).loss.item() for batches in (plain, faked)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_a_packed_batch_trains(toy_shards, processor, model):
     batch = next(iter(StreamLoader(toy_shards, processor=processor, pack_size=1024)))
     model.zero_grad()
@@ -98,8 +110,8 @@ def test_too_many_bad_samples_end_the_run(damaged_shards, processor):
         ({"pack_size": 0}, "pack_size is 0, but it counts something"),
         ({"mode": "paked"}, "mode is 'paked'; did you mean 'packed'"),
         ({"pack_sise": 12}, "there is no option 'pack_sise'; did you mean 'pack_size'"),
-        ({"pack_size": 12, "bad_budget": 2}, "bad_budget is 2, but it is a share"),
-        ({"pack_size": 12, "packing_ratio": 0}, "packing_ratio=0 leaves a capacity of 0"),
+        ({"pack_size": 12, "bad_budget": 2}, "bad_budget is 2.0, but it is a share"),
+        ({"pack_size": 12, "packing_ratio": 0}, "packing_ratio=0.0 leaves a capacity of 0"),
         ({"pack_size": 12, "rank": 3, "world_size": 2}, "rank 3 of 2 does not exist"),
     ],
 )

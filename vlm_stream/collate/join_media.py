@@ -1,8 +1,7 @@
 """Media of several rows become media of one batch.
 
-Enters: dicts of tensors, one per row. Leaves: a dict with every media key joined along axis 0. Tensors that differ in
-their other axes (tiles per image, frames of sound) are padded with zeros, as the processors themselves pad a batch;
-lists of tensors stay lists. Knows no text and no family.
+Enters: dicts of tensors, one per row. Leaves: a dict with every media key joined along axis 0, as packs join theirs;
+here pixels may change their type, and clips get the mask of their lengths. Knows no text and no family.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from vlm_stream.encode.labels import SEQUENCE_KEYS
+from vlm_stream.packs.media import join_rows
 from vlm_stream.pixels.spec import PIXELS_KEY, carry_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["PIXEL_KEYS", "join_media", "join_parts", "media_keys"]
+__all__ = ["PIXEL_KEYS", "join_media", "media_keys"]
 
 PIXEL_KEYS: Final = ("pixel_values", "pixel_values_videos")
 _MASK_OF: Final = {"audio_input_features": "audio_attention_mask"}
@@ -50,7 +50,7 @@ def join_media(rows: Sequence[Mapping[str, Any]], *, pixel_dtype: torch.dtype | 
     for key in media_keys(rows):
         parts = [row[key] for row in rows if row.get(key) is not None]
         is_finished = key in PIXEL_KEYS and PIXELS_KEY not in batch
-        batch[key] = join_parts(parts, pixel_dtype if is_finished else None)
+        batch[key] = join_rows(key, parts, pixel_dtype if is_finished else None)
         mask = _MASK_OF.get(key)
         if mask is not None and len(parts) > 1 and not any(mask in row for row in rows):
             batch[mask] = _length_mask(parts)
@@ -61,36 +61,3 @@ def _length_mask(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return [n, longest] bool: true where a joined clip has frames of its own."""
     lengths = torch.tensor([part.shape[1] for part in parts for _ in range(len(part))])
     return torch.arange(int(lengths.max())) < lengths[:, None]
-
-
-def join_parts(parts: Sequence[Any], dtype: torch.dtype | None = None) -> Any:
-    """Join tensors along axis 0, lists of tensors into one flat list, lists of numbers into one tensor.
-
-    Raises:
-        TypeError: When some parts are tensors and others lists of tensors.
-    """
-    if all(isinstance(part, torch.Tensor) for part in parts):
-        return _cat_padded(parts, dtype)
-    lists = [part for part in parts if not isinstance(part, torch.Tensor)]
-    if not any(isinstance(entry, torch.Tensor) for part in lists for entry in part):
-        return _cat_padded([torch.as_tensor(part) for part in parts], dtype)
-    if len(lists) < len(parts):
-        raise TypeError("Some rows hold pixels as one tensor and others as a list of tensors; they cannot be joined.")
-    return [entry if dtype is None else entry.to(dtype) for part in parts for entry in part]
-
-
-def _cat_padded(parts: Sequence[torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
-    """Join and convert in one pass over the memory: pixels are the largest thing that a worker touches."""
-    dtype = dtype or parts[0].dtype
-    if len(parts) == 1:
-        return parts[0].to(dtype)
-    largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-    is_ragged = len({part.shape[1:] for part in parts}) > 1
-    make = torch.zeros if is_ragged else torch.empty
-    out = make((sum(len(part) for part in parts), *largest), dtype=dtype, device=parts[0].device)
-    begin = 0
-    for part in parts:
-        place = (slice(begin, begin + len(part)), *(slice(0, size) for size in part.shape[1:]))
-        out[place] = part
-        begin += len(part)
-    return out

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from vlm_stream.collate.examples import conversations_of, count_media, drop_overlong, mask_fake_images
-from vlm_stream.collate.join_media import join_parts
 from vlm_stream.collate.process_batch import prepare, process_batch
 from vlm_stream.collate.rows import cut_rows, pad_id_of, pad_rows, pad_to, shift
 from vlm_stream.encode.chat_format import tokenizer_of
 from vlm_stream.encode.config import EncodeConfig
 from vlm_stream.encode.encoder import Encoder
+from vlm_stream.packs.media import join_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,7 +100,7 @@ def _remote_batch(
     pixels = [row["pixel_values"] for row in rows if row.get("pixel_values") is not None]
     grids = [row["grid_thws"] for row in rows if row.get("grid_thws") is not None]
     if pixels:
-        batch["pixel_values"] = join_parts(pixels)
+        batch["pixel_values"] = join_rows("pixel_values", pixels)
     if grids:
         batch["grid_thws"] = torch.cat(grids)
         batch["image_grid_hws"] = batch["grid_thws"][:, 1:]

@@ -1,8 +1,8 @@
 """A collate function that survives bad batches: the whole batch is drawn again, the same way every time.
 
 Enters: a dataset and a collate function. Leaves: a function that on failure takes other examples. The draw depends on
-the batch's own text and the attempt alone: not on workers, on earlier batches or on a global generator. The stream does
-not use this (it records bad samples instead); it is for map-style datasets.
+the batch's own texts and ids and on the attempt alone: not on workers, on earlier batches or on a global generator. The
+stream does not use this (it records bad samples instead); it is for map-style datasets.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import logging
 import random
 import zlib
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from vlm_stream.encode.text_search import message_text
 
@@ -59,8 +61,15 @@ def make_robust_collate(
 
 
 def _fingerprint(batch: Sequence[Any]) -> int:
-    texts = []
-    for example in batch:
-        conversation = example.get("conversation") if isinstance(example, dict) else None
-        texts.append("\0".join(message_text(m) for m in conversation) if conversation else repr(type(example)))
-    return zlib.crc32("\1".join(texts).encode())
+    return zlib.crc32("\1".join(map(_identity, batch)).encode())
+
+
+def _identity(example: Any) -> str:
+    """Return what tells an example from others: its texts, its ids, or those of the samples that are packed in it."""
+    if isinstance(example, (list, tuple)):
+        return "\2".join(map(_identity, example))
+    if not isinstance(example, dict):
+        return repr(type(example))
+    conversation, ids = example.get("conversation"), example.get("input_ids")
+    texts = [message_text(message) for message in conversation] if conversation else []
+    return "\0".join([*texts, "" if ids is None else str(torch.as_tensor(ids).tolist())])

@@ -28,7 +28,6 @@ __all__ = [
     "parse_mapping",
     "print_json",
     "print_table",
-    "run_as_script",
     "store_options",
 ]
 
@@ -133,25 +132,3 @@ def print_table(title: str, rows: Mapping[str, str]) -> None:
 def print_json(data: Mapping[str, Any]) -> None:
     """Print one JSON object."""
     sys.stdout.write(json.dumps(data, ensure_ascii=False, sort_keys=True) + "\n")
-
-
-def run_as_script(command: Any, argv: list[str] | None = None) -> int:
-    """Run one command module as a program of its own; errors become one sentence and exit code 2 (data: 1)."""
-    from vlm_stream.errors import InputError, VlmStreamError
-
-    parser = argparse.ArgumentParser(
-        prog=None,
-        description=command.HELP,
-        epilog=command.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add_arguments(parser)
-    args = parser.parse_args(argv)
-    try:
-        return int(command.run(args))
-    except VlmStreamError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, InputError) else 1
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130

@@ -14,17 +14,8 @@ from vlm_stream.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["LOADER_NAMES", "add_stream_arguments", "loader_arguments", "split_options"]
+__all__ = ["add_stream_arguments", "loader_arguments", "split_options"]
 
-LOADER_NAMES: Final = (
-    "num_workers",
-    "prefetch_batches",
-    "worker_timeout",
-    "max_restarts",
-    "start_method",
-    "rank",
-    "world_size",
-)
 _FLAGS: Final = {
     "mode": str,
     "pack_size": int,
@@ -75,5 +66,7 @@ def loader_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def split_options(arguments: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """Return sources, processor and the options of a stream, without what only a running loader needs."""
-    options = {name: value for name, value in arguments.items() if name not in ("sources", "processor", *LOADER_NAMES)}
+    from vlm_stream.loader import LOADER_ARGUMENTS
+
+    options = {name: value for name, value in arguments.items() if name not in LOADER_ARGUMENTS}
     return arguments["sources"], arguments.get("processor"), options

@@ -7,10 +7,13 @@ same text and media. Steps: decode, render once, call the processor once, place 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vlm_stream.encode.blind_processor import blind_processor, stand_in_media
 from vlm_stream.encode.call_processor import call_processor
 from vlm_stream.encode.chat_format import ChatFormat, Rendered, chat_format, render_chat
 from vlm_stream.encode.compact import find_compact_path
@@ -23,6 +26,7 @@ from vlm_stream.encode.marker_scan import build_labels_from_template
 from vlm_stream.encode.media_tokens import check_media_tokens
 from vlm_stream.encode.typed_markers import TypedMarkers, disguise, splice_plain
 from vlm_stream.errors import BadSampleError, VlmStreamError
+from vlm_stream.tokens import FAKE_IMAGE_SIZE, ImageSize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from vlm_stream.conversation import Conversation
+    from vlm_stream.tokens import MediaSizes
 
 __all__ = ["Encoder"]
 
@@ -59,13 +64,44 @@ class Encoder:
         Raises:
             BadSampleError: Stage "decode" for media, stage "encode" for everything after.
         """
-        if self.config.inject_fake_image and not has_media(conversation):
-            conversation, is_faked = inject_fake_image(conversation), True
-        else:
-            is_faked = False
+        is_faked = self._wants_fake(conversation)
+        if is_faked:
+            conversation = inject_fake_image(conversation)
         loaded = load_media(conversation, media, self.config, self.reads)
+        return self._encode(self.processor, conversation, loaded, is_faked)
+
+    def encode_from_sizes(self, conversation: Conversation, sizes: MediaSizes) -> dict[str, Any]:
+        """Return what `encode` would, without pixels and without having the media.
+
+        Args:
+            conversation: Turns with media items, whatever these name. It is not changed.
+            sizes: Sizes of the media, in the order of the conversation.
+
+        Raises:
+            BadSampleError: As `encode` does; damage inside of media is not seen.
+            ConfigError: The family's text does not follow from sizes (see `blind`).
+        """
+        is_faked = self._wants_fake(conversation)
+        if is_faked:
+            height, width = FAKE_IMAGE_SIZE
+            conversation = inject_fake_image(conversation)
+            sizes = replace(sizes, images=(ImageSize(height=height, width=width),))
+        loaded = stand_in_media(conversation, sizes, self.reads)
+        return self._encode(self.blind, conversation, loaded, is_faked)
+
+    @cached_property
+    def blind(self) -> Any:
+        """The processor, without eyes; raises `ConfigError` for families that `encode_from_sizes` does not know."""
+        return blind_processor(self.processor, self.config)
+
+    def _wants_fake(self, conversation: Conversation) -> bool:
+        return self.config.inject_fake_image and not has_media(conversation)
+
+    def _encode(
+        self, processor: Any, conversation: Conversation, loaded: LoadedMedia, is_faked: bool
+    ) -> dict[str, Any]:
         try:
-            return self._encode(conversation, loaded, is_faked)
+            return self._finish(processor, conversation, loaded, is_faked)
         except VlmStreamError:
             raise
         except Exception as error:  # processors and templates raise anything on content they do not accept
@@ -76,9 +112,14 @@ class Encoder:
                 f"{type(self.processor).__name__} refused the sample ({type(error).__name__}: {detail}).",
             ) from error
 
-    def _encode(self, conversation: Conversation, loaded: LoadedMedia, is_faked: bool) -> dict[str, Any]:
+    def _finish(
+        self, processor: Any, conversation: Conversation, loaded: LoadedMedia, is_faked: bool
+    ) -> dict[str, Any]:
         rendered, markers = self.render(conversation)
-        batch = self.call([rendered.text], [loaded], self.config.processor_kwargs)
+        if processor is self.processor:
+            batch = self.call([rendered.text], [loaded], self.config.processor_kwargs)
+        else:
+            batch = call_processor(processor, [rendered.text], [loaded], self.config.processor_kwargs)
         sample = {key: value[0] if key in SEQUENCE_KEYS else value for key, value in batch.items()}
         if markers is not None:
             sample |= self.splice(sample, rendered, markers)

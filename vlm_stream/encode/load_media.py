@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from vlm_stream.encode.config import EncodeConfig
 
-__all__ = ["LoadedMedia", "ProcessorReads", "audio_rate_of", "load_media", "processor_reads"]
+__all__ = ["LoadedMedia", "ProcessorReads", "audio_rate_of", "check_supported", "load_media", "processor_reads"]
 
 _AUDIO_PARTS: Final = ("audio_processor", "feature_extractor")
 
@@ -95,13 +95,8 @@ def load_media(
     """Decode all media; raise `BadSampleError` at the first that is missing, damaged or of no use to the processor."""
     loaded = LoadedMedia()
     for item in iter_media(conversation):
+        check_supported(item, reads)
         where = item.get(item["type"])
-        if item["type"] not in reads.media:
-            raise BadSampleError(
-                "encode",
-                "unsupported_medium",
-                f"{_name_of(where)}: {reads.name} does not read {item['type']}; the model would never see it.",
-            )
         try:
             if item["type"] == "image":
                 loaded.images.append(_load_image(where, members, config))
@@ -112,6 +107,17 @@ def load_media(
         except BadSampleError as error:
             raise BadSampleError("decode", error.reason, f"{_name_of(where)}: {error}") from error
     return loaded
+
+
+def check_supported(item: Item, reads: ProcessorReads) -> None:
+    """Raise `BadSampleError` for a medium that the processor has no part for."""
+    if item["type"] not in reads.media:
+        name = _name_of(item.get(item["type"]))
+        raise BadSampleError(
+            "encode",
+            "unsupported_medium",
+            f"{name}: {reads.name} does not read {item['type']}; the model would never see it.",
+        )
 
 
 def _load_image(where: Any, members: Mapping[str, Any], config: EncodeConfig) -> Image.Image:

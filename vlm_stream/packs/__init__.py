@@ -17,7 +17,7 @@ which samples belong together (the plan decides), where they came from, which mo
     hf_batch         join_hf_packs: several such rows -> one batch
 """
 
-from vlm_stream.packs.hf_batch import join_hf_packs
+from vlm_stream.packs.hf_batch import count_media, join_hf_packs
 from vlm_stream.packs.hf_pack import ATTENTION_FORMS, build_hf_pack
 from vlm_stream.packs.keys import IGNORE, MEDIA_KEYS
 from vlm_stream.packs.lengths import count_documents, cu_seqlens, thd_fields
@@ -40,6 +40,7 @@ __all__ = [
     "build_packed_vlm_sample",
     "compute_mrope_position_ids",
     "count_documents",
+    "count_media",
     "cu_seqlens",
     "document_mask_4d",
     "join_hf_packs",

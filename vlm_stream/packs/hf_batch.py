@@ -18,7 +18,7 @@ from vlm_stream.packs.media import merge_media
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["join_hf_packs"]
+__all__ = ["count_media", "join_hf_packs"]
 
 _COUNTED: Final = {
     "n_images_per_sample": ("image_grid_thw", "image_sizes", "pixel_values"),
@@ -66,10 +66,13 @@ def join_hf_packs(
     batch = {key: torch.cat([row[key] for row in rows], dim=1 if key == "position_ids" else 0) for key in rows[0]}
     if batch["position_ids"].shape[0] == 1:
         batch["position_ids"] = batch["position_ids"][0]
-    if media_counts:
-        counts = {name: torch.tensor([_count(pack, keys) for pack in packs]) for name, keys in _COUNTED.items()}
-        batch |= {name: count for name, count in counts.items() if count.any()}
-    return batch | merge_media(packs)
+    return batch | (count_media(packs) if media_counts else {}) | merge_media(packs)
+
+
+def count_media(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return `n_images_per_sample` and `n_videos_per_sample` `[B]` of samples or packs, each where there are any."""
+    counts = {name: torch.tensor([_count(row, keys) for row in rows]) for name, keys in _COUNTED.items()}
+    return {name: count for name, count in counts.items() if count.any()}
 
 
 def _count(pack: Mapping[str, Any], keys: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from vlm_stream.packs.keys import Sample
 
-__all__ = ["MediaJoinError", "media_of", "merge_media"]
+__all__ = ["MediaJoinError", "join_rows", "media_of", "merge_media"]
 
 
 class MediaJoinError(ConfigError, TypeError):
@@ -33,7 +33,7 @@ def media_of(sample: Sample) -> dict[str, Any]:
 
 
 def merge_media(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Join the media of samples along axis 0; lists (pixels of different sizes) become one flat list.
+    """Join the media of samples along axis 0; lists of tensors (pixels of different sizes) become one flat list.
 
     Raises:
         MediaJoinError: Some samples hold a medium as a tensor and others as a list.
@@ -41,33 +41,55 @@ def merge_media(samples: Sequence[Sample]) -> dict[str, Any]:
     """
     media = [media_of(sample) for sample in samples]
     names = dict.fromkeys(name for one in media for name in one if name != PIXELS_KEY)
-    return {name: _join(name, [one[name] for one in media if name in one]) for name in names} | carry_spec(media)
+    return {name: join_rows(name, [one[name] for one in media if name in one]) for name in names} | carry_spec(media)
 
 
-def _join(name: str, values: list[Any]) -> Any:
+def join_rows(name: str, values: Sequence[Any], dtype: torch.dtype | None = None) -> Any:
+    """Join what several rows hold under one name.
+
+    Args:
+        name: For messages.
+        values: Tensors, lists of tensors (which become one flat list), or lists of numbers (which become a tensor).
+        dtype: What to convert to; None: as they are.
+
+    Raises:
+        MediaJoinError: The values have different forms.
+    """
+    values = [torch.as_tensor(value) if _are_numbers(value) else value for value in values]
     if all(isinstance(value, torch.Tensor) for value in values):
-        return torch.cat(_same_shape(name, values))
+        return _cat_padded(name, values, dtype or values[0].dtype)
     if any(isinstance(value, torch.Tensor) for value in values):
         raise MediaJoinError(
-            f"'{name}' is a tensor in some samples of a pack and a list in others, so their order cannot be kept. "
-            f"Encode all samples with one processor configuration."
+            f"'{name}' is a tensor in some samples of a pack and a list in others, so they cannot be joined in their "
+            f"order. Encode all samples with one processor configuration."
         )
-    return [row for value in values for row in value]
+    return [row if dtype is None else row.to(dtype) for value in values for row in value]
 
 
-def _same_shape(name: str, values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors with zeros added where rows differ in size (tiles of an image), as processors pad a batch."""
+def _are_numbers(value: Any) -> bool:
+    is_list = not isinstance(value, torch.Tensor) and len(value) > 0
+    return is_list and all(isinstance(entry, (int, float)) for entry in value)
+
+
+def _cat_padded(name: str, values: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Join in one pass over the memory, since pixels are the largest thing that a worker touches.
+
+    Rows that differ in size (tiles of an image) end with zeros, as processors pad a batch.
+    """
+    if len(values) == 1:
+        return values[0].to(dtype)
     shapes = {tuple(value.shape[1:]) for value in values}
-    if len(shapes) == 1:
-        return values
     if len({len(shape) for shape in shapes}) > 1:
         raise MediaJoinError(
             f"'{name}' has rows of different rank in one pack ({', '.join(map(str, sorted(shapes)))}), which cannot be "
             f"joined. Encode all samples with one processor configuration."
         )
-    target = [max(sizes) for sizes in zip(*shapes, strict=True)]
-    # `pad` takes pairs from the last axis to the first.
-    room = [
-        [n for size, most in zip(v.shape[:0:-1], target[::-1], strict=True) for n in (0, most - size)] for v in values
-    ]
-    return [torch.nn.functional.pad(value, pairs) for value, pairs in zip(values, room, strict=True)]
+    make = torch.empty if len(shapes) == 1 else torch.zeros
+    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    out = make((sum(len(value) for value in values), *largest), dtype=dtype, device=values[0].device)
+    begin = 0
+    for value in values:
+        place = (slice(begin, begin + len(value)), *(slice(0, size) for size in value.shape[1:]))
+        out[place] = value
+        begin += len(value)
+    return out

@@ -143,6 +143,7 @@ def _open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOpti
         columns=options.columns or None,
         tags=options.tags or None,
         media_dir=options.media_dir,
+        store=options.store,
     )
 
 

@@ -52,6 +52,11 @@ class FieldMap:
     caption: str = "txt"
     """caption: the member with the text, or `json:FIELD`."""
 
+    @property
+    def text_member(self) -> str:
+        """Return the name of the one member that the text comes from."""
+        return self.caption.partition(":")[0] if self.layout == "caption" else "json"
+
     def __post_init__(self) -> None:
         """Refuse a layout that does not exist."""
         if self.layout not in LAYOUTS:
@@ -170,7 +175,7 @@ def _from_sharegpt(fields: FieldMap, data: dict[str, Any]) -> Conversation:
 
 
 def _from_caption(fields: FieldMap, names: Sequence[str], texts: Mapping[str, bytes]) -> Conversation:
-    member, _, column = fields.caption.partition(":")
+    member, column = fields.text_member, fields.caption.partition(":")[2]
     if member not in texts:
         raise BadSampleError("convert", "no_caption", f"the sample has no .{member} (it has: {', '.join(names)}).")
     caption: Any = texts[member].decode("utf-8", "replace")

@@ -10,7 +10,7 @@ against 100 KB and 0.4 ms without compression; a run reads hundreds of these, of
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import DatasetError, NotFoundError
@@ -108,6 +108,17 @@ class ShardIndex:
             shard_size=self.shard_size,
             etag=self.etag,
         )
+
+    def member_span(self, row: int, name: str) -> Span:
+        """Return where one member of a sample lies; where the whole sample lies if it has no such member.
+
+        The index has a checksum of whole samples alone, so the bytes of a single member cannot be checked.
+        """
+        whole = self.span(row)
+        member = next((member for member in whole.members if member.name == name), None)
+        if member is None:
+            return whole
+        return replace(whole, offset=member.offset, size=member.size, crc32c=None, members=(member,))
 
     def totals(self, num_bytes: int) -> Totals:
         """Add the samples up, for the manifest's entry of a tar of `num_bytes`."""
@@ -246,8 +257,6 @@ def read_index(store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex
     Raises:
         DatasetError: The index is missing, damaged, or not the one that the manifest describes.
     """
-    from dataclasses import replace
-
     name = index_name(shard.name)
     where = f"{store.root}/{name}"
     try:

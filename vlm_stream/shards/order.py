@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vlm_stream.plan.randomness import mix64
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -29,16 +31,8 @@ def record_order(num_records: int, seed: int | None) -> npt.NDArray[np.int64]:
     if seed is None:
         return np.arange(num_records, dtype=np.int64)
     with np.errstate(over="ignore"):
-        hashes = _mix(np.arange(num_records, dtype=np.uint64) + _mix(np.array([seed], dtype=np.uint64)))
+        hashes = mix64(np.arange(num_records, dtype=np.uint64) + mix64(np.array([seed], dtype=np.uint64)))
     return np.argsort(hashes, kind="stable")
-
-
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Scatter 64-bit numbers (the finalizer of splitmix64)."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def cut_by_count(num_records: int, samples_per_shard: int) -> npt.NDArray[np.int64]:

@@ -18,6 +18,7 @@ from vlm_stream.sources.scan_lines import scan_lines
 
 if TYPE_CHECKING:
     from vlm_stream.sources.spans import RecordSpans
+    from vlm_stream.storage import StoreOptions
 
 __all__ = ["DataFile", "FileCache", "first_bytes", "holds_lines"]
 
@@ -53,16 +54,17 @@ class DataFile:
 class FileCache:
     """Files that were made local or scanned already: entries may share one, and looking at an input opens it."""
 
-    def __init__(self, spill_dir: str | None = None) -> None:
-        """Start empty; `spill_dir` is where compressed and remote files are unpacked."""
+    def __init__(self, spill_dir: str | None = None, store: StoreOptions | None = None) -> None:
+        """Start empty; `spill_dir` is where compressed and remote files are unpacked, `store` how to reach them."""
         self._spill_dir = spill_dir
+        self._store = store
         self._local: dict[str, LocalFile] = {}
         self._scanned: dict[str, DataFile] = {}
 
     def local(self, path: str) -> LocalFile:
         """Return the plain bytes of a file."""
         if path not in self._local:
-            self._local[path] = LocalFile(path, spill_dir=self._spill_dir)
+            self._local[path] = LocalFile(path, spill_dir=self._spill_dir, store=self._store)
         return self._local[path]
 
     def scanned(self, path: str) -> DataFile:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import BinaryIO
 
+    from vlm_stream.storage import StoreOptions
+
 __all__ = ["LocalFile", "plain_name"]
 
 _LOG = logging.getLogger(__name__)
@@ -34,16 +36,18 @@ _PIECE_BYTES = 1 << 16  # small, because packed bytes may stand for thousands of
 class LocalFile:
     """Plain bytes of a local or spilled file, read at any offset. Picklable; handles are opened where they are used."""
 
-    def __init__(self, path: str, *, spill_dir: str | None = None) -> None:
+    def __init__(self, path: str, *, spill_dir: str | None = None, store: StoreOptions | None = None) -> None:
         """Make the plain bytes available.
 
         Args:
             path: Path or URL; `file://` is a path.
             spill_dir: Where decompressed and downloaded files go; the system's folder for temporary files if None.
+            store: How to reach the store of a URL.
         """
         self.path = path.removeprefix("file://")
         self._absolute = absolute(self.path)
         self._spill_dir = spill_dir
+        self._store = store
         self._spill: Path | None = None
         self._descriptor = -1
         self._owner: weakref.finalize[..., Any] | None = None
@@ -96,7 +100,7 @@ class LocalFile:
 
     def _open(self) -> None:
         if (is_url(self.path) or _decompressor(self.path)) and (self._spill is None or not self._spill.exists()):
-            self._spill, self._owner = _spill(self._absolute, self._spill_dir, self)
+            self._spill, self._owner = _spill(self._absolute, self._spill_dir, self._store, self)
         try:
             self._descriptor = os.open(self._spill or self._absolute, os.O_RDONLY)
             os.pread(self._descriptor, 1, 0)  # a folder opens, but does not read
@@ -152,7 +156,9 @@ def _unzstd(raw: BinaryIO) -> Iterator[bytes]:
         raise EOFError("the last frame does not end")
 
 
-def _spill(path: str, spill_dir: str | None, owner: LocalFile) -> tuple[Path, weakref.finalize[..., Any]]:
+def _spill(
+    path: str, spill_dir: str | None, store: StoreOptions | None, owner: LocalFile
+) -> tuple[Path, weakref.finalize[..., Any]]:
     """Write the plain bytes into a new folder that goes away with its owner."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="vlm-stream-", dir=spill_dir))
@@ -165,7 +171,7 @@ def _spill(path: str, spill_dir: str | None, owner: LocalFile) -> tuple[Path, we
     target = folder / "plain"
     decompress = _decompressor(path)
     try:
-        with _open_raw(path) as raw, target.open("wb") as out:
+        with _open_raw(path, store) as raw, target.open("wb") as out:
             out.writelines(decompress(raw) if decompress else _pieces(raw))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         finalizer()
@@ -192,11 +198,11 @@ def _damaged(path: str, error: Exception) -> SourceError:
     )
 
 
-def _open_raw(path: str) -> BinaryIO:
+def _open_raw(path: str, store: StoreOptions | None) -> BinaryIO:
     if is_url(path):
         from vlm_stream.sources.remote_file import open_remote
 
-        return open_remote(path)
+        return open_remote(path, store)
     return open(path, "rb")  # noqa: PTH123
 
 

@@ -25,6 +25,8 @@ from vlm_stream.sources.ratio import sample_order
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from vlm_stream.storage import StoreOptions
+
 __all__ = ["open_entry", "open_source", "read_entries"]
 
 _META_BYTES = 64 << 20
@@ -40,6 +42,7 @@ def open_source(
     tags: Mapping[str, str] | None = None,
     media_dir: str | None = None,
     spill_dir: str | None = None,
+    store: StoreOptions | None = None,
 ) -> SourceGroup:
     """Return the records of a meta file, or of a bare JSON array or JSONL file (`.gz`, `.zst` and URLs too).
 
@@ -51,6 +54,7 @@ def open_source(
         tags: For a bare file: names of its role keys and roles.
         media_dir: For a bare file: what its relative media paths are joined to; as written if None.
         spill_dir: Where compressed and remote files are unpacked; the folder for temporary files if None.
+        store: How to reach the stores of URLs.
     """
     check_policy(on_mismatch)
     path = str(path)
@@ -58,7 +62,7 @@ def open_source(
         given = {"columns": columns, "tags": tags, "media_dir": media_dir}
         return _factory_group(path, names, {key: value for key, value in given.items() if value}, on_mismatch)
     bare = ShareGptForm.from_dicts(columns, tags, absolute(media_dir) if media_dir else None)
-    files = FileCache(spill_dir)
+    files = FileCache(spill_dir, store)
     entries = read_entries(path, files, names=names, bare=bare)
     catalogs = [open_entry(entry, files, on_mismatch) for entry in entries]
     return SourceGroup(catalogs, name=_stem(path))

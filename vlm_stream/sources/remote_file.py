@@ -1,60 +1,72 @@
-"""A remote data file as a stream of bytes, through the one client for every store."""
+"""A remote data file as a stream of bytes, through the storage room: its credentials, retries and limits apply."""
 
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, Final
 
-from vlm_stream.errors import SourceError
+from vlm_stream.errors import ConfigError, SourceError, StorageError
+from vlm_stream.storage import open_store, split_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import BinaryIO
+    from vlm_stream.storage import Store, StoreOptions
 
 __all__ = ["open_remote"]
 
+_REQUEST_BYTES: Final = 8 << 20
 
-def open_remote(url: str) -> BinaryIO:
-    """Return the object's bytes as a readable stream; it is fetched while it is read."""
-    import obstore
-    from obstore.exceptions import BaseError
-    from obstore.store import from_url
 
-    folder, _, name = url.rpartition("/")
+def open_remote(url: str, store: StoreOptions | None = None) -> BinaryIO:
+    """Return the object's bytes as a readable stream; it is fetched while it is read.
+
+    A web server that serves no ranges is asked for the whole file at once, which is then held in memory.
+    """
+    root, name = split_url(url)
     try:
-        result = obstore.get(from_url(folder, client_options={"allow_http": url.startswith("http://")}), name)
-    except (BaseError, FileNotFoundError, PermissionError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SourceError(
-            f"{url}: cannot be fetched ({first_line}), so none of its records can be read. "
-            "Check the URL and the credentials."
-        ) from error
-    return io.BufferedReader(_Chunks(iter(result), url), 1 << 20)
+        opened = open_store(root, store)
+    except ConfigError as error:
+        raise _cannot(url, error) from error
+    try:
+        first = opened.fetch(name, 0, _REQUEST_BYTES)
+        if first.object_size is not None:
+            return io.BufferedReader(_Ranges(opened, name, bytes(first.data)), 1 << 20)
+    except StorageError:
+        pass  # no ranges, or nothing there: the next request tells
+    try:
+        return io.BytesIO(opened.get(name))
+    except StorageError as error:
+        raise _cannot(url, error) from error
 
 
-class _Chunks(io.RawIOBase):
-    """An iterator of byte chunks as a raw stream."""
+def _cannot(url: str, error: Exception) -> SourceError:
+    return SourceError(
+        f"{url}: cannot be fetched ({error}), so none of its records can be read. Check the URL and the credentials, "
+        f"or copy the file first."
+    )
 
-    def __init__(self, chunks: Iterator[object], url: str) -> None:
-        self._url = url
-        self._chunks = chunks
-        self._rest = memoryview(b"")
+
+class _Ranges(io.RawIOBase):
+    """An object as a raw stream, one range after the other."""
+
+    def __init__(self, store: Store, name: str, first: bytes) -> None:
+        self._store = store
+        self._name = name
+        self._rest = memoryview(first)
+        self._next = len(first)
+        self._ended = len(first) < _REQUEST_BYTES
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        while not self._rest:
+        if not self._rest and not self._ended:
             try:
-                chunk = next(self._chunks, None)
-            except Exception as error:  # the client's errors have no common base that stays the same over versions
-                raise SourceError(
-                    f"{self._url}: the download broke off ({str(error).strip().splitlines()[0]}), so its records "
-                    "cannot be read. Try again, or copy the file first."
-                ) from error
-            if chunk is None:
-                return 0
-            self._rest = memoryview(bytes(chunk))  # type: ignore[call-overload]
+                data = self._store.fetch(self._name, self._next, _REQUEST_BYTES).data
+            except StorageError as error:
+                raise _cannot(f"{self._store.root}/{self._name}", error) from error
+            self._rest = memoryview(data)
+            self._next += len(data)
+            self._ended = len(data) < _REQUEST_BYTES
         size = min(len(buffer), len(self._rest))
         buffer[:size] = self._rest[:size]
         self._rest = self._rest[size:]

@@ -8,6 +8,7 @@ one process.
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,8 @@ class Engine:
     def close(self) -> None:
         """Stop what is under way and wait until every thread has ended."""
         self._traffic.close()
+        if sys.is_finalizing():  # a reader that nobody closed: the interpreter has ended the threads already
+            return
         pools = (self._cached, self._network, self._racers, self._files)
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)

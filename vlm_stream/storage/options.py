@@ -107,6 +107,8 @@ class ReadOptions:
     """No request is larger; a larger sample is read in parts."""
     whole_shard_fraction: float = 0.9
     """When this much of a shard is wanted at once, all of it is read, in parts, whatever the gaps."""
+    missing_is_bad: bool = False
+    """Samples of a shard that is not there are bad samples. Otherwise a missing shard ends the reading."""
     hedge_after_s: float | None = None
     """Race a second request against one that takes longer than this. None: never."""
     requests_per_s: float | None = None

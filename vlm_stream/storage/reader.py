@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar, Union
 
-from vlm_stream.errors import BadSampleError, StorageError
+from vlm_stream.errors import BadSampleError, NotFoundError, StorageError
 from vlm_stream.storage.coalesce import RangeRequest, plan_requests
 from vlm_stream.storage.engine import Engine
 from vlm_stream.storage.metrics import ReadMetrics, ReadTotals
@@ -109,7 +109,9 @@ class SpanReader:
         """Yield `(tag, members)` or `(tag, BadSampleError)` for each pair, in the order of the pairs.
 
         Raises:
-            ChangedObjectError: A shard is not the one that the manifest describes.
+            ChangedObjectError: A shard was replaced by another than the manifest describes. (One that was cut short
+                gives bad samples.)
+            NotFoundError: A shard is not there, and `missing_is_bad` is off.
             StorageError: Bytes could not be read, after all retries.
         """
         source = iter(pairs)
@@ -187,7 +189,13 @@ class SpanReader:
         """Wait for a sample's bytes, check them, cut them into members."""
         span = waiting.span
         begun_s = time.perf_counter()
-        data = self._wait_for(waiting)
+        try:
+            data = self._wait_for(waiting)
+        except NotFoundError as error:
+            if not self._options.missing_is_bad:
+                raise
+            self._metrics.add(samples=1, bytes_wanted=span.size, bad_samples=1)
+            return BadSampleError("read", "missing_shard", f"{error} The sample is left out.")
         waited_s = time.perf_counter() - begun_s
         damage = find_damage(span, data)
         if damage is not None and damage.reason in ("crc_mismatch", "truncated"):

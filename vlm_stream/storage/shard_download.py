@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from vlm_stream.errors import StorageError
+from vlm_stream.errors import ChangedObjectError, StorageError
 from vlm_stream.storage.cache import NodeCache, NoRoomError, ShardKey
 from vlm_stream.storage.fetch import fetch_range
 from vlm_stream.storage.store import Fetched
@@ -72,6 +72,8 @@ class ShardDownloads:
         except NoRoomError as error:
             self._warn_once("room", f"{error}. Such shards are read from the store each time; raise cache_bytes.")
             return None
+        except ChangedObjectError:
+            return None  # whoever reads the range itself tells a shard that was cut from one that was replaced
         except OSError as error:
             self._disk_failed = True
             self._warn_once("disk", f"{error.strerror or error}. Shards that are not in it are read from the store.")

@@ -30,7 +30,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sample's contiguous bytes in a shard, tar headers included."""
+    """One sample's contiguous bytes in a shard, tar headers included; or only those of some of its members."""
 
     root: str
     """URL of the dataset: which store to ask."""
@@ -38,8 +38,8 @@ class Span:
     """The shard, relative to the root."""
     offset: int
     size: int
-    crc32c: int
-    """Checksum of the whole range."""
+    crc32c: int | None
+    """Checksum of the whole range. None: there is none (the span is a part of a sample), and nothing is checked."""
     members: tuple[Member, ...]
     shard_size: int | None = None
     """Size of the whole shard as the manifest has it; a different one means that the object was replaced."""

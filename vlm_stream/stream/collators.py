@@ -9,15 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.nn.functional import pad
 
 from vlm_stream.collate import pad_collate_fn
-from vlm_stream.packs import IGNORE, PositionRule, build_hf_pack, join_hf_packs, merge_media
+from vlm_stream.errors import ConfigError
+from vlm_stream.packs import IGNORE, PositionRule, build_hf_pack, count_media, join_hf_packs, merge_media
 from vlm_stream.pixels.spec import PIXEL_NAMES, carry_spec
 from vlm_stream.pp_media import prepare_vlm_media_for_pp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vlm_stream.packs.hf_pack import Positions
     from vlm_stream.stream.options import CollateFn, StreamOptions
 
 __all__ = ["Collator", "CustomCollator", "PackedCollator", "PaddedCollator", "make_collator"]
@@ -43,7 +46,7 @@ class PackedCollator:
         """Read the padding token and the family's position rule from the processor."""
         self.capacity: int | None = options.pack_size
         self._padding_idx = _padding_idx(processor)
-        self._positions = PositionRule.from_processor(processor)
+        self._positions = _position_rule(processor, options)
         self._options = options
 
     def __call__(self, rows: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
@@ -72,9 +75,16 @@ class PaddedCollator:
 
     capacity: int | None = None
 
-    def __init__(self, processor: Any) -> None:
-        """Read the padding token from the processor."""
+    def __init__(self, processor: Any, options: StreamOptions) -> None:
+        """Read the padding token from the processor; and the position rule, where the model cannot follow its own.
+
+        Stages behind the first have no grids; and of a hidden fake image models skip the tokens but not the grid, and
+        so give it to the next row.
+        """
         self._padding_idx = _padding_idx(processor)
+        self._for_pipeline = options.pp_microbatches is not None
+        needs_positions = self._for_pipeline or options.fake_image
+        self._positions = _position_rule(processor, options) if needs_positions else None
 
     def __call__(self, rows: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
         """Pad and stack."""
@@ -85,7 +95,12 @@ class PaddedCollator:
             if any(key in sample for sample in samples):
                 value = self._padding_idx if fill is None else fill
                 batch[key] = torch.stack([_padded(sample, key, length, value) for sample in samples])
-        return batch | merge_media(samples)
+        axes = [None if self._positions is None else self._positions(sample) for sample in samples]
+        known = [pad(row, (0, length - row.shape[1])) for row in axes if row is not None]  # each [3, length]
+        if known:
+            batch["position_ids"] = torch.stack(known, dim=1)
+        counts = count_media(samples) if self._for_pipeline else {}
+        return batch | counts | merge_media(samples)
 
 
 class CustomCollator:
@@ -111,7 +126,7 @@ def make_collator(processor: Any, options: StreamOptions) -> Collator:
     elif _packs(options):
         collator = PackedCollator(processor, options)
     elif options.hf_labels:
-        collator = PaddedCollator(processor)
+        collator = PaddedCollator(processor, options)
     else:
         collator = CustomCollator(pad_collate_fn, processor, None)
     return _Finished(collator, options)
@@ -139,6 +154,15 @@ class _Finished:
 
 def _packs(options: StreamOptions) -> bool:
     return options.mode == "packed"
+
+
+def _position_rule(processor: Any, options: StreamOptions) -> Positions | None:
+    if options.model_config is not None:
+        return PositionRule.from_config(options.model_config)
+    try:
+        return PositionRule.from_processor(processor)
+    except ConfigError as error:
+        raise ConfigError(f"{error} A stream takes the config as model_config=model.config.") from error
 
 
 def _padding_idx(processor: Any) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vlm_stream.encode import Encoder
+from vlm_stream.errors import DatasetError
 from vlm_stream.plan import step_at
 from vlm_stream.storage import SpanReader
 from vlm_stream.stream.collators import make_collator
@@ -99,6 +100,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
             Encoder(processor, options.encode(geometry.frames)),
             make_collator(processor, options),
             with_refs=options.with_refs,
+            pixels=bool(options.pixels),
         )
         with SpanReader(options.read(), store_options=options.store) as reader:
             yield from deliver(plans(planner), datasets, reader, rows)
@@ -112,6 +114,14 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         self._cursor, self._skip = state["cursor"], state["skip"]
 
     def _micro_batches(self, planner: Planner, cursor: dict[str, Any] | None) -> Iterator[MicroBatch]:
+        step = None
         for step in planner.steps(self.options.shape(self.world.size), cursor):
             for micro in range(step.micro_begin, step.shape.micro_batches):
                 yield MicroBatch(step=step, micro=micro, rank=self.world.rank)
+        if step is None and cursor is None:
+            limits = {name: getattr(self.options, name) for name in ("pack_size", "max_length", "token_budget")}
+            raise DatasetError(
+                f"not one of the samples in {', '.join(source.url for source in self.sources)} fits the limits "
+                f"({', '.join(f'{name}={value}' for name, value in limits.items() if value is not None)}), so there is "
+                f"nothing to deliver; raise them, or look at the lengths with: vlm-stream stats"
+            )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vlm_stream.shards import Manifest, ShardIndex
     from vlm_stream.storage import Span, Store, StoreOptions
     from vlm_stream.stream.sources import SourceOptions
-    from vlm_stream.tokens import Geometry
+    from vlm_stream.tokens import Geometry, MediaSizes
 
 __all__ = ["OpenDatasets"]
 
@@ -126,6 +126,16 @@ class OpenDatasets:
     def span(self, ref: Ref) -> Span:
         """Return where the bytes of a sample lie."""
         return self._index(ref.source, ref.shard).span(ref.row)
+
+    def text_span(self, ref: Ref) -> Span:
+        """Return where the text of a sample lies."""
+        member = self.manifests[ref.source].fields.text_member
+        return self._index(ref.source, ref.shard).member_span(ref.row, member)
+
+    def contents(self, ref: Ref) -> tuple[list[str], MediaSizes]:
+        """Return the names of a sample's members and the sizes of its media, as the index has them."""
+        index = self._index(ref.source, ref.shard)
+        return [member.name for member in index.members(ref.row)], index.sizes(ref.row)
 
     def name(self, ref: Ref) -> tuple[str, str, str]:
         """Return source, shard and key: how people name a sample."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from vlm_stream.encode import EncodeConfig
@@ -99,9 +99,6 @@ class StreamOptions:
     max_frames: int | None = None
     """Most frames of a video; None: what the processor says."""
     video_backend: Literal["auto", "av", "decord", "torchcodec"] = "auto"
-    pixels: Literal["full", "compact"] = "full"
-    """`compact`: workers send pixels as bytes, and `finish_pixels` (or a loader with `device`) makes the processor's
-    pixels of them. Families without a compact path send full ones and say so."""
     hf_labels: bool = True
     """Labels for transformers' own loss, which shifts them. False: shifted already, as the reference's collates do."""
     attention: str = "positions"
@@ -112,7 +109,24 @@ class StreamOptions:
     collate_fn: CollateFn | None = None
     """Called with the rows and the processor instead of our own collation; a packed row is a list of samples."""
     pp_microbatches: int | None = None
-    """Cut media for so many pipeline micro-batches."""
+    """Cut media for so many pipeline micro-batches. Rows that are not packed get their multi-axis positions here too,
+    because stages behind the first have nothing to compute them from."""
+    pixels: Literal["full", "compact"] | bool = "full"
+    """`full` (or True): as the processor gives them. `compact`: workers send bytes, and `finish_pixels` (or a loader
+    with `device`) makes the processor's pixels of them; families without a compact path send full ones and say so.
+
+    False: batches have the same tokens, labels, positions and grids, and no pixels. For pipeline ranks without the
+    first stage: they read the text of samples alone (past the cache, of which only whole shards make sense) and decode
+    nothing. Plan and state are those of the other ranks. For families whose text follows from the sizes in the index
+    (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4.6V).
+
+    The limit: a sample with damaged media is a hole on ranks that decode it and tokens here, where not even its text
+    can be checked (the checksum is that of the whole sample); labels and logits of that row would not belong together.
+    `vlm-stream verify` finds damaged bytes before a run. During one, `with_refs` names the samples of each row: leave
+    out a step for which the ranks of a pipeline have different `batch["refs"]`."""
+    model_config: Any = None
+    """The model's config (or its `config.json` as a mapping): where multi-axis positions are computed here, it says by
+    which rule. None: what the processor tells, with the 2 tokens per second of the published Qwen2.5-VL checkpoints."""
     with_refs: bool = False
     """Add `batch["refs"]`: source, shard and key of each sample in each row."""
 
@@ -219,22 +233,28 @@ class StreamOptions:
             inject_fake_image=self.fake_image,
             video_backend=self.video_backend,
             frames=frames,
-            pixels=self.pixels,
+            pixels="compact" if self.pixels == "compact" else "full",
         )
 
     def read(self) -> ReadOptions:
         """Return how bytes are read."""
-        return ReadOptions(prefetch_bytes=self.prefetch_bytes, cache_dir=self.cache_dir, cache_bytes=self.cache_bytes)
+        options = ReadOptions(
+            prefetch_bytes=self.prefetch_bytes,
+            cache_dir=self.cache_dir,
+            cache_bytes=self.cache_bytes,
+            missing_is_bad=True,
+        )
+        return options if self.pixels else replace(options, cache_dir=None, cache_bytes=None)
 
 
-_CHOICES: dict[str, Sequence[str]] = {
+_CHOICES: dict[str, Sequence[str | bool]] = {
     "mode": get_args(Mode),
     "long_samples": ("drop", "raise", "truncate"),
     "weigh_by": ("samples", "size", "tokens"),
     "stop": ("all", "each", "first", "never"),
     "barrier": ("micro", "none", "step"),
     "video_backend": ("auto", "av", "decord", "torchcodec"),
-    "pixels": ("compact", "full"),
+    "pixels": ("compact", "full", True, False),
     "attention": ATTENTION_FORMS,
 }
 
@@ -242,4 +262,6 @@ _CHOICES: dict[str, Sequence[str]] = {
 def _check_choices(options: Mapping[str, Any]) -> None:
     for name, allowed in _CHOICES.items():
         if name in options and options[name] not in allowed:
-            raise ConfigError(f"{name} is {options[name]!r}; {nearest_name(str(options[name]), allowed)}")
+            raise ConfigError(
+                f"{name} is {options[name]!r}; {nearest_name(str(options[name]), [str(one) for one in allowed])}"
+            )

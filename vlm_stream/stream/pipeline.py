@@ -105,7 +105,7 @@ def deliver(
             entry = _Pending(plan, units, len(refs))
             pending.append(entry)
             for ref in refs:
-                yield (entry, ref), datasets.span(ref)
+                yield (entry, ref), datasets.span(ref) if rows.pixels else datasets.text_span(ref)
 
     waited_from = time.perf_counter()
     for (entry, ref), result in reader.read(wanted()):
@@ -130,7 +130,7 @@ def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, fetched: 
             try:
                 if isinstance(content, BadSampleError):
                     raise content
-                samples.append((ref, rows.encode(content, datasets.manifests[ref.source].fields)))
+                samples.append((ref, _encode(ref, content, datasets, rows)))
             except BadSampleError as error:
                 bad.append(_ledger_entry(ref, error, datasets))
         encoded_rows.append(samples)
@@ -156,6 +156,11 @@ def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, fetched: 
         reads=fetched[1],
         pid=os.getpid(),
     )
+
+
+def _encode(ref: Ref, members: Mapping[str, memoryview], datasets: OpenDatasets, rows: RowBuilder) -> dict[str, Any]:
+    fields = datasets.manifests[ref.source].fields
+    return rows.encode(members, fields) if rows.pixels else rows.encode_text(members, fields, *datasets.contents(ref))
 
 
 def _not_planned(note: Dropped) -> BadSampleError:

@@ -6,12 +6,14 @@ conversation whose labels are all ignored, so every row has tokens and every ran
 
 from __future__ import annotations
 
+import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vlm_stream.encode import IGNORE
 from vlm_stream.errors import BadSampleError
 from vlm_stream.shards import is_text_member, to_conversation
+from vlm_stream.tokens import MediaSizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,16 +33,26 @@ _FILLER = [
 class RowBuilder:
     """Encodes samples and joins them into batches."""
 
-    def __init__(self, encoder: Encoder, collator: Collator, *, with_refs: bool = False) -> None:
-        """Take the encoder of the family and the way in which rows are joined."""
+    def __init__(self, encoder: Encoder, collator: Collator, *, with_refs: bool = False, pixels: bool = True) -> None:
+        """Take the encoder of the family and the way in which rows are joined; without pixels, refuse some families."""
         self._encoder = encoder
         self._collator = collator
         self.with_refs = with_refs
+        self.pixels = pixels
+        if not pixels:
+            _ = encoder.blind
 
     def encode(self, members: Mapping[str, memoryview], fields: FieldMap) -> dict[str, Any]:
         """Turn the members of one sample into tensors; raise `BadSampleError` when that cannot be done."""
         texts = {name: bytes(content) for name, content in members.items() if is_text_member(name)}
         return self._encoder.encode(to_conversation(fields, list(members), texts), members)
+
+    def encode_text(
+        self, members: Mapping[str, memoryview], fields: FieldMap, names: Sequence[str], sizes: MediaSizes
+    ) -> dict[str, Any]:
+        """Do the same without media: from the text member, the names of all members and the sizes of the media."""
+        texts = {name: bytes(content) for name, content in members.items() if is_text_member(name)}
+        return self._encoder.encode_from_sizes(to_conversation(fields, names, texts), sizes)
 
     def collate(
         self, rows: Sequence[Sequence[dict[str, Any]]]
@@ -58,12 +70,14 @@ class RowBuilder:
                     continue
                 row.append(sample)
                 num_tokens += length
-            fitting.append(row or [self._filler])
+            # A copy: what leaves may be changed by whoever gets it.
+            fitting.append(row or [copy.deepcopy(self._filler)])
         return self._collator(fitting), overflowed
 
     @cached_property
     def _filler(self) -> dict[str, Any]:
-        sample = dict(self._encoder.encode(_FILLER, {}))
+        encoder = self._encoder
+        sample = encoder.encode(_FILLER, {}) if self.pixels else encoder.encode_from_sizes(_FILLER, MediaSizes())
         sample["labels"] = sample["labels"].new_full(sample["labels"].shape, IGNORE)
         return sample
 

@@ -1,17 +1,20 @@
-"""The whole road on a laptop, offline: toy data -> shards -> plan -> packed batches -> training -> a resume.
+"""The whole road on a laptop, offline: toy data -> shards -> plan -> packed training -> a killed worker -> a resume.
 
-`make demo` runs it. Every part is real (processor, shards, model, optimizer steps); only the data and the model are
-tiny.
+`make demo` runs it. Every part is real (processor, shards, model, optimizer steps, kill -9); only the data and the
+model are tiny.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.testing import torchvision_shim
 
@@ -22,7 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_PACK_SIZE = 2048
+_PACK_SIZE: Final = 2048
+_LIMITS: Final = {"size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 256 * 28 * 28}}
+_KILL_AT: Final = 4
+_NEXT_WORLD: Final = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m vlm_stream.testing.demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder to work in; emptied first")
     parser.add_argument("--samples", type=int, default=300, help="size of the toy dataset")
-    parser.add_argument("--steps", type=int, default=8, help="training steps")
+    parser.add_argument("--steps", type=int, default=8, help="training steps before the resume")
     args = parser.parse_args(argv)
     torchvision_shim.install()
 
@@ -39,9 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     shutil.rmtree(args.out, ignore_errors=True)
     shards, processor = _make_shards(args.out, args.samples, console)
-    _train_and_resume(shards, processor, args.steps, console)
+    _show_plan(shards, args.out / "plan.png", console)
+    state, seen = _train(shards, processor, args.steps, console)
+    good = _finish_with_other_ranks(shards, processor, state, seen, args.samples, console)
     console.print(f"Everything is in [bold]{args.out}/[/]. Next: README.md, then docs/design.md.")
-    return 0
+    return 0 if good else 1
 
 
 def _make_shards(out: Path, num_samples: int, console: Console) -> tuple[Path, Any]:
@@ -50,43 +58,57 @@ def _make_shards(out: Path, num_samples: int, console: Console) -> tuple[Path, A
     from vlm_stream.shards import make_shards
     from vlm_stream.testing import build_processor, make_toy_dataset
 
+    console.rule("1. toy data")
     begin = time.perf_counter()
     meta = make_toy_dataset(out / "raw", num_samples=num_samples)
-    processor = build_processor("qwen2_5_vl")
+    processor = build_processor("qwen2_5_vl", image=_LIMITS, video=_LIMITS | {"cap_pixels_per_frame": False})
     processor.save_pretrained(out / "processor")
-    console.rule("1. toy data")
     console.print(f"{num_samples} conversations with images, videos and text: {meta} ({_since(begin)})")
 
-    console.rule("2. shards")
-    begin = time.perf_counter()
+    console.rule("2. shards: tar + index + manifest")
     report = make_shards(meta, out / "shards", processor=str(out / "processor"), samples_per_shard=50)
-    print_table(str(report.out), summary(report))
-    console.print(f"tar + index + manifest in {out / 'shards'} ({_since(begin)})")
+    print_table(str(out / "shards"), summary(report))
     return out / "shards", processor
 
 
-def _train_and_resume(shards: Path, processor: Any, num_steps: int, console: Console) -> None:
+def _show_plan(shards: Path, picture: Path, console: Console) -> None:
+    from vlm_stream.plan import plan_report
+    from vlm_stream.stream import StreamOptions, normalise_sources, open_planner
+    from vlm_stream.testing.demo_picture import draw_plan
+
+    console.rule("3. the plan, from the index alone")
+    options = StreamOptions(pack_size=_PACK_SIZE)
+    datasets, planner, _ = open_planner(normalise_sources(shards), options)
+    report = plan_report(planner, options.shape(1))
+    columns = [datasets(0, shard) for shard in range(len(datasets.manifests[0].shards))]
+    packs = []
+    for step in planner.steps(options.shape(1)):
+        refs = [ref for unit in step.units(0, 0) if unit is not None for ref in unit.refs]
+        packs.append([(int(columns[r.shard].tokens[r.row]), int(columns[r.shard].vision_tokens[r.row])) for r in refs])
+    draw_plan(picture, [tokens for pack in packs for tokens, _ in pack], packs, _PACK_SIZE)
+    console.print(
+        f"{report.samples} samples, {report.tokens:,} tokens -> {report.packs} packs of {_PACK_SIZE} (no fewer than "
+        f"{report.packs_lower_bound} are possible), {report.fill:.1%} full. Picture: {picture}"
+    )
+
+
+def _train(shards: Path, processor: Any, num_steps: int, console: Console) -> tuple[dict[str, Any], list[str]]:
     import torch
     from rich.table import Table
 
     from vlm_stream import StreamLoader
     from vlm_stream.testing import build_tiny_model
 
-    console.rule("3. train on packed batches, then resume")
-    settings: dict[str, Any] = {"processor": processor, "pack_size": _PACK_SIZE, "with_refs": True, "epochs": None}
-    loader = StreamLoader(shards, num_workers=2, **settings)
+    console.rule(f"4. train; one worker is killed (-9) after step {_KILL_AT}")
+    loader = StreamLoader(shards, processor=processor, pack_size=_PACK_SIZE, with_refs=True, num_workers=2)
     model = build_tiny_model("qwen2_5_vl", processor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
     table = Table("step", "samples", "tokens", "fill", "images", "loss", "seconds")
-    state: dict[str, Any] = {}
-    expected: list[Any] = []
+    seen: list[str] = []
     begin = time.perf_counter()
     for step, batch in enumerate(loader, start=1):
         refs = batch.pop("refs")
-        if step > num_steps:
-            expected = refs
-            break
+        seen += [name[2] for row in refs for name in row]
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -97,26 +119,39 @@ def _train_and_resume(shards: Path, processor: Any, num_steps: int, console: Con
         counts = [str(step), str(sum(map(len, refs))), str(tokens), f"{tokens / _PACK_SIZE:.1%}", str(images)]
         table.add_row(*counts, f"{loss.item():.3f}", f"{now - begin:.2f}")
         begin = now
-        state = loader.state_dict()
+        if step == _KILL_AT:
+            os.kill(loader.worker_pids()[0], signal.SIGKILL)
+        if step == num_steps:
+            break
     console.print(table)
+    numbers = loader.metrics()
+    console.print(f"workers replaced: {numbers['worker_restarts']:.0f}; padding {numbers['padding']:.1%}")
+    return loader.state_dict(), seen
 
-    resumed = StreamLoader(shards, num_workers=1, **settings)
-    resumed.load_state_dict(state)
+
+def _finish_with_other_ranks(
+    shards: Path, processor: Any, state: dict[str, Any], seen: list[str], num_samples: int, console: Console
+) -> bool:
+    from vlm_stream import StreamLoader
+
+    console.rule(f"5. go on with {_NEXT_WORLD} ranks instead of 1")
     begin = time.perf_counter()
-    refs = next(iter(resumed)).pop("refs")
-    same = "the same samples" if refs == expected else "OTHER SAMPLES: this is a defect"
+    first = None
+    for rank in range(_NEXT_WORLD):
+        loader = StreamLoader(
+            shards, processor=processor, pack_size=_PACK_SIZE, with_refs=True, rank=rank, world_size=_NEXT_WORLD
+        )
+        loader.load_state_dict(state)
+        for batch in loader:
+            first = first or time.perf_counter() - begin
+            seen += [name[2] for row in batch["refs"] for name in row]
+    good = len(seen) == len(set(seen)) == num_samples
+    verdict = "each exactly once" if good else "NOT each exactly once: this is a defect"
     console.print(
-        f"state after step {num_steps}: {_size(state)} of JSON; a new loader with another number of workers went on "
-        f"with {same} as the first one, in {_since(begin)}."
+        f"the state is {len(json.dumps(state))} bytes of JSON; the first batch came after {first or 0:.1f} s; "
+        f"{len(seen)} of {num_samples} samples were delivered over the epoch, {verdict}."
     )
-    if refs != expected:
-        sys.exit(1)
-
-
-def _size(state: dict[str, Any]) -> str:
-    import json
-
-    return f"{len(json.dumps(state))} bytes"
+    return good
 
 
 def _since(begin: float) -> str:

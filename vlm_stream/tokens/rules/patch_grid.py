@@ -19,10 +19,15 @@ _CAP_SHARE = 0.9  # of the context, that a capped Qwen2-VL clip may fill
 _CAP_FLOOR = 1.05  # a cap never goes below the smallest area by less than this factor
 
 
-def _count_grid(grids: Ints, high: Ints, wide: Ints, patch: int, merge: int) -> MediaCounts:
-    """Count `grids` layers of high x wide pixels each."""
-    per_layer = (high // patch) * (wide // patch)
-    return MediaCounts(grids * per_layer // merge**2, grids * per_layer, grids * per_layer.astype(np.float64) ** 2)
+def _stack_grid(layers: Ints, high: Ints, wide: Ints, patch: int) -> Ints:
+    """Return [m, 3]: layers, and patches along the height and the width of each."""
+    return np.stack([layers, high // patch, wide // patch], axis=1)
+
+
+def _count_grid(grids: Ints, merge: int) -> MediaCounts:
+    """Count grids [m, 3]."""
+    layers, per_layer = grids[:, 0], grids[:, 1] * grids[:, 2]
+    return MediaCounts(layers * per_layer // merge**2, layers * per_layer, layers * per_layer.astype(np.float64) ** 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +45,13 @@ class PatchGrid:
 
     def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
         """Count images."""
+        return _count_grid(self.grid_images(heights, widths), self.merge_size)
+
+    def grid_images(self, heights: Ints, widths: Ints) -> Ints:
+        """Return `image_grid_thw` [m, 3]."""
         factor = self.patch_size * self.merge_size
         high, wide = smart_resize_image(heights, widths, factor, self.min_pixels, self.max_pixels)
-        return _count_grid(np.ones_like(heights), high, wide, self.patch_size, self.merge_size)
+        return _stack_grid(np.ones_like(heights), high, wide, self.patch_size)
 
     def find_problem(self, height: int, width: int) -> str | None:
         """Refuse extreme shapes."""
@@ -68,6 +77,10 @@ class FrameGrid:
 
     def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
         """Count clips."""
+        return _count_grid(self.grid_videos(frames, heights, widths), self.merge_size)
+
+    def grid_videos(self, frames: Ints, heights: Ints, widths: Ints) -> Ints:
+        """Return `video_grid_thw` [m, 3]."""
         factor = self.patch_size * self.merge_size
         most: int | Ints = self.max_pixels
         if self.capped_tokens is not None:
@@ -75,8 +88,7 @@ class FrameGrid:
             share = budget * self.temporal_patch_size // np.maximum(frames, 1)
             most = np.maximum(np.minimum(self.max_pixels, share), int(self.min_pixels * _CAP_FLOOR))
         high, wide = smart_resize_image(heights, widths, factor, self.min_pixels, most)
-        grids = -(-frames // self.temporal_patch_size)
-        return _count_grid(grids, high, wide, self.patch_size, self.merge_size)
+        return _stack_grid(-(-frames // self.temporal_patch_size), high, wide, self.patch_size)
 
     def find_problem(self, height: int, width: int) -> str | None:
         """Refuse extreme shapes."""
@@ -102,6 +114,10 @@ class ClipGrid:
 
     def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
         """Count clips."""
+        return _count_grid(self.grid_videos(frames, heights, widths), self.merge_size)
+
+    def grid_videos(self, frames: Ints, heights: Ints, widths: Ints) -> Ints:
+        """Return `video_grid_thw` [m, 3]."""
         factor = self.patch_size * self.merge_size
         most: int | Ints = self.max_pixels
         if self.capped_tokens is not None:
@@ -109,8 +125,7 @@ class ClipGrid:
             most = np.maximum(share, int(self.min_pixels * _CAP_FLOOR)) * frames
         box = PixelBox(factor, self.min_pixels, most)
         high, wide = resize_clip(frames, heights, widths, self.temporal_patch_size, box)
-        grids = -(-frames // self.temporal_patch_size)
-        return _count_grid(grids, high, wide, self.patch_size, self.merge_size)
+        return _stack_grid(-(-frames // self.temporal_patch_size), high, wide, self.patch_size)
 
     def find_problem(self, height: int, width: int) -> str | None:
         """Refuse extreme shapes, which are measured after small sides were scaled up to a whole factor."""
@@ -147,7 +162,11 @@ class ClipGridImage:
 
     def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
         """Count images."""
-        return self._clip().count_videos(np.full_like(heights, self.temporal_patch_size), heights, widths)
+        return _count_grid(self.grid_images(heights, widths), self.merge_size)
+
+    def grid_images(self, heights: Ints, widths: Ints) -> Ints:
+        """Return `image_grid_thw` [m, 3]."""
+        return self._clip().grid_videos(np.full_like(heights, self.temporal_patch_size), heights, widths)
 
     def find_problem(self, height: int, width: int) -> str | None:
         """Refuse extreme shapes."""

@@ -1,0 +1,108 @@
+"""plan, where, replay and bench, as people call them."""
+
+import json
+
+import pytest
+import torch
+
+from vlm_stream import StreamLoader
+from vlm_stream.cli import main
+
+PLAN_NUMBERS = {
+    *("fill", "packs", "packs_lower_bound", "steps", "padding", "dropped", "live_shards", "variance_inflation"),
+    *("llm_imbalance_step", "vit_imbalance_step", "llm_imbalance_micro", "vit_imbalance_micro"),
+    *("state_bytes", "requests_per_sample"),
+}
+
+
+def call(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_plan_gives_every_number_and_agrees_with_the_loader(capsys, toy_shards, processor):
+    code, out, _ = call(capsys, "plan", toy_shards, "--pack-size", 1024, "--world", 2, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report.keys() >= PLAN_NUMBERS
+    batches = list(StreamLoader(toy_shards, processor=processor, pack_size=1024, rank=0, world_size=2))
+    assert report["steps"] == len(batches)
+    assert report["samples"] == 60
+
+
+def test_plan_prints_a_table_with_a_column_for_each_value(capsys, toy_shards):
+    code, out, _ = call(capsys, "plan", toy_shards, "--pack-size", 1024, "--sweep", "window=8,64", "--max-steps", 5)
+    assert code == 0
+    assert "window=8" in out
+    assert "window=64" in out
+    assert "fill / padding" in out
+
+
+def test_where_names_what_the_loader_delivers(capsys, toy_shards, processor):
+    loader = StreamLoader(toy_shards, processor=processor, pack_size=1024, with_refs=True)
+    batches = list(loader)
+    code, out, _ = call(capsys, "where", toy_shards, "--pack-size", 1024, "--step", 3, "--json")
+    named = [(line["shard"], line["key"]) for line in json.loads(out)["samples"]]
+    assert code == 0
+    assert named == [name[1:] for row in batches[3]["refs"] for name in row]
+    key = named[-1][1]
+    code, out, _ = call(capsys, "where", toy_shards, "--pack-size", 1024, "--key", key, "--json")
+    (line,) = json.loads(out)["samples"]
+    assert (line["step"], line["rank"], line["key"]) == (3, 0, key)
+    code, out, _ = call(capsys, "where", toy_shards, "--pack-size", 1024, "--step", 3)
+    assert key in out
+
+
+def test_replay_rebuilds_a_batch_from_a_state(capsys, toy_shards, processor, saved_processor, tmp_path):
+    loader = StreamLoader(toy_shards, processor=processor, pack_size=1024)
+    batches = []
+    for number, batch in enumerate(loader):
+        batches.append(batch)
+        if number == 1:
+            (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    arguments = ["--processor", saved_processor, "--pack-size", 1024, "--state", tmp_path / "state.json"]
+    code, out, _ = call(capsys, "replay", toy_shards, *arguments, "--step", 4, "--out", tmp_path / "batch.pt", "--json")
+    assert code == 0
+    assert json.loads(out)["batches"] == 1
+    (replayed,) = torch.load(tmp_path / "batch.pt", weights_only=False)
+    for name, value in batches[4].items():
+        assert torch.equal(replayed[name], value), name
+
+
+def test_bench_runs_a_loader_and_prints_its_numbers(capsys, toy_shards, saved_processor):
+    arguments = ["--processor", saved_processor, "--pack-size", 1024, "--set", "num_workers=1", "--batches", 3]
+    code, out, err = call(capsys, "bench", toy_shards, *arguments)
+    assert code == 0
+    assert "samples_per_s" in out
+    assert "bench: batches 1" in err
+    code, out, _ = call(capsys, "bench", toy_shards, *arguments, "--json")
+    assert json.loads(out)["batches"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["plan"], "no dataset was named"),
+        (["plan", "DATA"], "mode='packed' without pack_size"),
+        (["plan", "DATA", "--pack-size", "1024", "--sweep", "window"], "names no values"),
+        (["plan", "DATA", "--pack-size", "1024", "--set", "windw=3"], "there is no option 'windw'; did you mean"),
+        (["plan", "DATA", "--pack-size", "1024", "--set", "epochs=null"], "the plan has no end"),
+        (["plan", "DATA", "--pack-size", "1024", "--set", "x"], "has no '='"),
+        (["where", "DATA", "--pack-size", "1024", "--key", "nobody"], "no source has a sample with the key 'nobody'"),
+        (["where", "DATA", "--pack-size", "1024", "--step", "9999"], "Step 9999 is not ahead"),
+        (["where", "DATA", "--pack-size", "1024", "--step", "1", "--state", "no.json"], "the state no.json cannot"),
+        (["replay", "DATA", "--pack-size", "1024", "--step", "1", "--out", "x.pt"], "without a processor"),
+        (["bench", "DATA", "--pack-size", "1024"], "without a processor"),
+    ],
+)
+def test_what_cannot_be_meant_ends_with_a_sentence_and_code_2(capsys, toy_shards, arguments, sentence):
+    code, _, err = call(capsys, *(str(toy_shards) if argument == "DATA" else argument for argument in arguments))
+    assert code == 2
+    assert sentence in err
+
+
+def test_a_folder_without_a_dataset_cannot_be_used(capsys, tmp_path):
+    code, _, err = call(capsys, "plan", tmp_path, "--pack-size", 8)
+    assert code == 2
+    assert "has no dataset.json" in err
