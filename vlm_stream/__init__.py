@@ -15,14 +15,16 @@ _HOMES = {
     "StreamLoader": "vlm_stream.loader",
     "VLMStream": "vlm_stream.stream",
     "VlmStreamError": "vlm_stream.errors",
+    "finish_pixels": "vlm_stream.pixels",
     "make_shards": "vlm_stream.shards",
 }
 
-__all__ = ["StreamLoader", "VLMStream", "VlmStreamError", "__version__", "make_shards"]
+__all__ = ["StreamLoader", "VLMStream", "VlmStreamError", "__version__", "finish_pixels", "make_shards"]
 
 if TYPE_CHECKING:
     from vlm_stream.errors import VlmStreamError
     from vlm_stream.loader import StreamLoader
+    from vlm_stream.pixels import finish_pixels
     from vlm_stream.shards import make_shards
     from vlm_stream.stream import VLMStream
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.ledger import Ledger
 from vlm_stream.metrics import Meter, resident_bytes, serve_prometheus
+from vlm_stream.pixels.feed import DeviceFeed
+from vlm_stream.pixels.finish import DEFAULT_DTYPE
 from vlm_stream.stream import StreamOptions, VLMStream
 from vlm_stream.workers import WorkerOptions, WorkerPool
 
@@ -51,6 +53,10 @@ class StreamLoader:
         rank: Data-parallel rank; by default the device mesh's, torch.distributed's, torchrun's, or 0.
         world_size: Number of data-parallel ranks, likewise.
         device_mesh: A `DeviceMesh`: model-parallel peers get the same data.
+        device: Where batches are delivered, their pixels finished there: workers then send compact pixels if the
+            processor's family has a path for them. On CUDA the next batch is copied while the trainer works on this
+            one. None: batches stay on the CPU, as `pixels` says.
+        dtype: Of the pixels of batches that are delivered to a device; bfloat16 by default.
     """
 
     def __init__(
@@ -66,6 +72,8 @@ class StreamLoader:
         rank: int | None = None,
         world_size: int | None = None,
         device_mesh: Any = None,
+        device: Any = None,
+        dtype: Any = None,
         **options: Any,
     ) -> None:
         """Keep the settings; nothing is opened before iteration starts."""
@@ -74,6 +82,14 @@ class StreamLoader:
                 f"num_workers={num_workers} and prefetch_batches={prefetch_batches} make no batches; give 0 or more "
                 f"workers and at least 1 batch to prefetch"
             )
+        if dtype is not None and device is None:
+            raise ConfigError(
+                f"dtype={dtype} is that of pixels on a device, but no device is given, so nothing would be converted; "
+                f"give device= as well, or call finish_pixels(batch, dtype=...) yourself"
+            )
+        self._feed = None if device is None else DeviceFeed(device, dtype or DEFAULT_DTYPE)
+        if self._feed is not None:
+            options = {"pixels": "compact"} | options
         self.stream = VLMStream(
             sources,
             processor=processor,
@@ -93,6 +109,8 @@ class StreamLoader:
         self._meter = Meter()
         self._pool: WorkerPool | None = None
         self._cursor: dict[str, Any] | None = None
+        self._taken: dict[str, Any] | None = None
+        """Behind what was taken from the workers: ahead of the cursor where batches are sent to a device early."""
         self._rounds = 0
 
     @classmethod
@@ -108,12 +126,12 @@ class StreamLoader:
         deliveries = self._deliveries()
         begin = time.monotonic()
         try:
-            for delivery in deliveries:
+            for delivery, batch in self._finished(deliveries):
                 self._cursor = delivery.state
                 self._meter.add(delivery, time.monotonic() - begin)
                 self.ledger.saw(delivery.num_samples)
                 self.ledger.extend(delivery.bad)
-                yield delivery.batch
+                yield batch
                 begin = time.monotonic()
         finally:
             deliveries.close()  # type: ignore[attr-defined]  # a generator: it ends the workers
@@ -149,13 +167,21 @@ class StreamLoader:
         """Serve `metrics()` to Prometheus at `http://address:port/metrics`."""
         return serve_prometheus(self.metrics, port, address)
 
+    def _finished(self, deliveries: Iterator[Delivery]) -> Iterator[tuple[Delivery, dict[str, Any]]]:
+        if self._feed is None:
+            return ((delivery, delivery.batch) for delivery in deliveries)
+        return self._feed.batches(deliveries, lambda delivery: delivery.batch)
+
     def _deliveries(self) -> Iterator[Delivery]:
         if not self._workers.num_workers:
             yield from self.stream.deliveries(self._cursor)
             return
+        self._taken = self._cursor
         self._pool = WorkerPool(self.stream.deliveries, self._cursor, self._workers)
         try:
-            yield from self._pool.items(lambda: self._cursor)
+            for delivery in self._pool.items(lambda: self._taken):
+                self._taken = delivery.state
+                yield delivery
         finally:
             self._pool.close()
 

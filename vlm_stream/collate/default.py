@@ -5,7 +5,7 @@ Enters: conversations. Leaves: the processor's batch with shifted labels, pixels
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -15,6 +15,7 @@ from vlm_stream.collate.process_batch import process_batch
 from vlm_stream.collate.rows import cut_rows, pad_id_of, pad_to, shift
 from vlm_stream.encode.labels import IGNORE
 from vlm_stream.encode.marker_scan import build_labels_from_template
+from vlm_stream.pixels.spec import PIXELS_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ def default_collate_fn(
     _post_tokenize_hook: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None,
     *,
     drop_overlong: bool = False,
+    pixels: Literal["full", "compact"] = "full",
 ) -> dict[str, Any]:
     """Collate conversations for any processor.
 
@@ -40,24 +42,28 @@ def default_collate_fn(
         max_length: Every batch gets this many tokens before the shift; longer rows are cut, never through media.
         _post_tokenize_hook: `(batch, processor) -> batch`, called right after tokenising.
         drop_overlong: Leave out rows that are estimated to be longer than `max_length`, instead of cutting them.
+        pixels: `compact` leaves pixels as bytes for `finish_pixels`, where the family has such a path.
 
     Returns:
         The batch; see the module.
     """
-    examples, batch = collate_conversations(examples, processor, max_length if drop_overlong else None)
+    examples, batch = collate_conversations(examples, processor, max_length if drop_overlong else None, pixels)
     if _post_tokenize_hook is not None:
         batch = _call_hook(_post_tokenize_hook, batch, conversations_of(examples), processor)
     return finish(batch, examples, processor, max_length)
 
 
 def collate_conversations(
-    examples: Sequence[Mapping[str, Any]], processor: Any, drop_above: int | None = None
+    examples: Sequence[Mapping[str, Any]],
+    processor: Any,
+    drop_above: int | None = None,
+    pixels: Literal["full", "compact"] = "full",
 ) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
     """Return the examples that were kept, and their batch with labels, not shifted."""
     if drop_above is not None:
         _, kept = drop_overlong(conversations_of(examples), processor, drop_above)
         examples = [examples[index] for index in kept]
-    return examples, process_batch(conversations_of(examples), processor)
+    return examples, process_batch(conversations_of(examples), processor, pixels=pixels)
 
 
 def finish(
@@ -87,10 +93,12 @@ def _call_hook(
 
 
 def as_bfloat16(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with its pixels in bfloat16, one tensor or a list of them."""
+    """Return the batch with its pixels in bfloat16, one tensor or a list of them; compact ones stay as they are."""
     out = dict(batch)
     for key in PIXEL_KEYS:
         pixels = out.get(key)
+        if PIXELS_KEY in out:  # bytes, which are finished later
+            continue
         if isinstance(pixels, torch.Tensor):
             out[key] = pixels.to(torch.bfloat16)
         elif isinstance(pixels, (list, tuple)):

@@ -12,6 +12,7 @@ import torch
 
 from vlm_stream.encode.labels import SEQUENCE_KEYS
 from vlm_stream.packs.media import join_rows
+from vlm_stream.pixels.spec import PIXELS_KEY, carry_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,11 +42,15 @@ def _is_media(value: Any) -> bool:
 
 
 def join_media(rows: Sequence[Mapping[str, Any]], *, pixel_dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return the joined media of all rows; `pixel_dtype` converts `pixel_values` and `pixel_values_videos`."""
-    batch = {}
+    """Return the joined media of all rows; `pixel_dtype` converts `pixel_values` and `pixel_values_videos`.
+
+    Compact pixels stay bytes, and the batch says so.
+    """
+    batch: dict[str, Any] = dict(carry_spec(rows))
     for key in media_keys(rows):
         parts = [row[key] for row in rows if row.get(key) is not None]
-        batch[key] = join_rows(key, parts, pixel_dtype if key in PIXEL_KEYS else None)
+        is_finished = key in PIXEL_KEYS and PIXELS_KEY not in batch
+        batch[key] = join_rows(key, parts, pixel_dtype if is_finished else None)
         mask = _MASK_OF.get(key)
         if mask is not None and len(parts) > 1 and not any(mask in row for row in rows):
             batch[mask] = _length_mask(parts)

@@ -8,13 +8,13 @@ are never changed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from vlm_stream.collate.join_media import join_media
 from vlm_stream.collate.rows import pad_id_of, pad_rows, split_rows
-from vlm_stream.encode.call_processor import SHARED_PIXELS, call_processor
+from vlm_stream.encode.call_processor import SHARED_PIXELS
 from vlm_stream.encode.chat_format import tokenizer_of
 from vlm_stream.encode.config import EncodeConfig
 from vlm_stream.encode.encoder import Encoder
@@ -55,12 +55,14 @@ def process_batch(
     options: Mapping[str, Any] | None = None,
     *,
     flat_images: bool = False,
+    pixels: Literal["full", "compact"] = "full",
 ) -> dict[str, Any]:
     """Return the processor's batch with labels; rows are padded on the side that the tokenizer pads on.
 
-    `options` go to the processor; `flat_images` passes the images of all rows as one list instead of a list per row.
+    `options` go to the processor; `flat_images` passes the images of all rows as one list instead of a list per row;
+    `pixels` is that of `EncodeConfig`.
     """
-    encoder = Encoder(processor, EncodeConfig(allow_unlabelled=True))
+    encoder = Encoder(processor, EncodeConfig(allow_unlabelled=True, pixels=pixels))
     prepared = [prepare(encoder, conversation) for conversation in conversations]
     if type(processor).__name__ in SHARED_PIXELS and _mixes_media(prepared):
         rows = [encoder.encode(p.conversation, {}) for p in prepared]
@@ -70,7 +72,7 @@ def process_batch(
     images = [image for p in prepared for image in p.loaded.images]
     if flat_images and images:
         wanted["images"] = images
-    batch = call_processor(processor, texts, [p.loaded for p in prepared], wanted)
+    batch = encoder.call(texts, [p.loaded for p in prepared], wanted)
     if any(p.markers is not None for p in prepared):
         batch |= _splice_rows(encoder, batch, prepared)
     batch["labels"] = label_rows(encoder, batch, prepared)

@@ -4,10 +4,10 @@ Enters: a conversation whose media items name members, the members' bytes, a tra
 labels (not shifted), media tensors; or a `BadSampleError`. Must not be known here: other samples, padding, packing,
 shards, and where the bytes came from.
 
-Files, in the order the data meets them: `config.py`, `fake_image.py`, `load_media.py` (with `pick_frames.py`),
-`chat_format.py`, `typed_markers.py`, `blind_processor.py` (sizes instead of media), `encoder.py`, `labels.py`,
-`fit_length.py`, `media_tokens.py`; `marker_scan.py` and `text_search.py` label ids for callers that have no rendered
-text.
+Files, in the order the data meets them: `config.py`, `compact.py`, `fake_image.py`, `load_media.py` (with
+`pick_frames.py`), `chat_format.py`, `typed_markers.py`, `blind_processor.py` (sizes instead of media), `encoder.py`,
+`labels.py`, `fit_length.py`, `media_tokens.py`; `marker_scan.py` and `text_search.py` label ids for callers that have
+no rendered text.
 """
 
 from __future__ import annotations

@@ -40,10 +40,15 @@ class EncodeConfig:
     """Variables for the chat template, such as `enable_thinking`."""
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Options for every call of the processor."""
+    pixels: Literal["full", "compact"] = "full"
+    """`compact`: bytes that `finish_pixels` makes the processor's pixels of, on the trainer's device. Families without
+    a compact path give full pixels and say so."""
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
         if self.overlong not in ("bad", "truncate"):
             raise ConfigError(f"overlong={self.overlong!r} means nothing here; use 'bad' or 'truncate'.")
+        if self.pixels not in ("full", "compact"):
+            raise ConfigError(f"pixels={self.pixels!r} means nothing here; use 'full' or 'compact'.")
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(f"max_length={self.max_length} leaves nothing to encode; use a number above 0, or None.")

@@ -16,6 +16,7 @@ import numpy as np
 from vlm_stream.encode.blind_processor import blind_processor, stand_in_media
 from vlm_stream.encode.call_processor import call_processor
 from vlm_stream.encode.chat_format import ChatFormat, Rendered, chat_format, render_chat
+from vlm_stream.encode.compact import find_compact_path
 from vlm_stream.encode.config import EncodeConfig
 from vlm_stream.encode.fake_image import has_media, inject_fake_image, mask_vision_tokens
 from vlm_stream.encode.fit_length import fit_length
@@ -28,7 +29,7 @@ from vlm_stream.errors import BadSampleError, VlmStreamError
 from vlm_stream.tokens import FAKE_IMAGE_SIZE, ImageSize
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -47,6 +48,7 @@ class Encoder:
         self.config = config or EncodeConfig()
         self.chat: ChatFormat = chat_format(processor)
         self.reads = processor_reads(processor, self.config)
+        self._path = find_compact_path(processor) if self.config.pixels == "compact" else None
 
     def encode(self, conversation: Conversation, media: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sample's tensors.
@@ -114,7 +116,10 @@ class Encoder:
         self, processor: Any, conversation: Conversation, loaded: LoadedMedia, is_faked: bool
     ) -> dict[str, Any]:
         rendered, markers = self.render(conversation)
-        batch = call_processor(processor, [rendered.text], [loaded], self.config.processor_kwargs)
+        if processor is self.processor:
+            batch = self.call([rendered.text], [loaded], self.config.processor_kwargs)
+        else:
+            batch = call_processor(processor, [rendered.text], [loaded], self.config.processor_kwargs)
         sample = {key: value[0] if key in SEQUENCE_KEYS else value for key, value in batch.items()}
         if markers is not None:
             sample |= self.splice(sample, rendered, markers)
@@ -127,6 +132,13 @@ class Encoder:
         if is_faked:
             sample["attention_mask"] = mask_vision_tokens(self.processor, sample["input_ids"], sample["attention_mask"])
         return sample
+
+    def call(self, texts: Sequence[str], loaded: Sequence[LoadedMedia], options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the processor's batch, its pixels compact if they are to be."""
+        if self._path is None:
+            return call_processor(self.processor, texts, loaded, options)
+        batch = call_processor(self._path.processor, texts, loaded, options)
+        return batch | self._path.tag(batch)
 
     def render(self, conversation: Conversation) -> tuple[Rendered, TypedMarkers | None]:
         """Return what the chat template writes, typed control strings replaced."""

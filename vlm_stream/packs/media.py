@@ -12,6 +12,7 @@ import torch
 
 from vlm_stream.errors import ConfigError
 from vlm_stream.packs.keys import TOKEN_KEYS
+from vlm_stream.pixels.spec import PIXELS_KEY, carry_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,7 @@ class MediaJoinError(ConfigError, TypeError):
 def media_of(sample: Sample) -> dict[str, Any]:
     """Return the media of a sample: tensors and lists that do not run along its tokens."""
     known = {k: v for k, v in sample.items() if k not in TOKEN_KEYS and not k.startswith("_")}
-    return {k: v for k, v in known.items() if isinstance(v, (torch.Tensor, list, tuple))}
+    return {k: v for k, v in known.items() if isinstance(v, (torch.Tensor, list, tuple))} | carry_spec([sample])
 
 
 def merge_media(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -36,10 +37,11 @@ def merge_media(samples: Sequence[Sample]) -> dict[str, Any]:
 
     Raises:
         MediaJoinError: Some samples hold a medium as a tensor and others as a list.
+        ConfigError: Some hold compact pixels and others full ones.
     """
     media = [media_of(sample) for sample in samples]
-    names = dict.fromkeys(name for one in media for name in one)
-    return {name: join_rows(name, [one[name] for one in media if name in one]) for name in names}
+    names = dict.fromkeys(name for one in media for name in one if name != PIXELS_KEY)
+    return {name: join_rows(name, [one[name] for one in media if name in one]) for name in names} | carry_spec(media)
 
 
 def join_rows(name: str, values: Sequence[Any], dtype: torch.dtype | None = None) -> Any:

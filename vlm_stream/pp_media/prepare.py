@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from vlm_stream.pixels.spec import PIXELS_KEY
 from vlm_stream.pp_media.chunk import chunk_crops, chunk_step3_media, chunk_vlm_media, item_bounds, patches_per_item
 from vlm_stream.pp_media.cut import MediaCutError, as_counts, cut_rows, microbatch_bounds, owned_rows, samples_own
 
@@ -47,7 +48,7 @@ MEDIA_KEYS: Final = (
 
 def drop_vlm_media(batch: Batch) -> Batch:
     """Remove every media tensor, cut or not: what ranks without the first stage have no use for."""
-    for key in (*MEDIA_KEYS, VLM_PP_MEDIA_KEY):
+    for key in (*MEDIA_KEYS, PIXELS_KEY, VLM_PP_MEDIA_KEY):
         batch.pop(key, None)
     return batch
 
@@ -63,13 +64,15 @@ def prepare_vlm_media_for_pp(batch: Batch, batch_size: int, n_microbatches: int)
         n_microbatches: Micro-batches that the schedule runs.
 
     Returns:
-        The batch, with `VLM_PP_MEDIA_KEY` if it had pixels.
+        The batch, with `VLM_PP_MEDIA_KEY` if it had pixels. Compact pixels stay so, and the mapping says how to finish
+        them.
 
     Raises:
         MediaCutError: The counts, grids and pixels do not fit together (a `ValueError`).
     """
     bounds = microbatch_bounds(batch_size, n_microbatches)
     media = {key: batch.pop(key) for key in MEDIA_KEYS if key in batch}
+    compact = batch.pop(PIXELS_KEY, None)
     media = {key: value for key, value in media.items() if value is not None}
     _check_one_each(media, batch.get("mm_token_type_ids"))
     chunks: dict[str, list[Any]] = {}
@@ -78,7 +81,7 @@ def prepare_vlm_media_for_pp(batch: Batch, batch_size: int, n_microbatches: int)
     if "pixel_values_videos" in media:
         chunks |= _video_chunks(media, batch_size, bounds)
     if chunks:
-        batch[VLM_PP_MEDIA_KEY] = chunks
+        batch[VLM_PP_MEDIA_KEY] = chunks if compact is None else chunks | {PIXELS_KEY: compact}
     return batch
 
 

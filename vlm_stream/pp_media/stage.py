@@ -13,6 +13,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from vlm_stream.pixels.finish import DEFAULT_DTYPE, finish_pixels
+from vlm_stream.pixels.spec import PIXELS_KEY
 from vlm_stream.pp_media.prepare import VLM_PP_MEDIA_KEY
 
 if TYPE_CHECKING:
@@ -57,13 +59,16 @@ def stage_vlm_media_for_pp(
     Args:
         pp: The pipeline; `pp.info` says whether this rank `has_first_stage` and holds its `stages` or its `schedule`.
         model_parts: The modules of this rank's stages; the first part gets the media.
-        batch: A batch of `prepare_vlm_media_for_pp`. The media are taken out of it on every rank.
+        batch: A batch of `prepare_vlm_media_for_pp`. The media are taken out of it on every rank. Compact pixels are
+            finished micro-batch by micro-batch, when the forward reads them, for the device and dtype of the part.
     """
     chunks = batch.pop(VLM_PP_MEDIA_KEY, None)
     if not chunks or not pp.info.has_first_stage:
         yield
         return
     part = model_parts[0]
+    if PIXELS_KEY in chunks:
+        chunks = finish_pixels({VLM_PP_MEDIA_KEY: chunks}, *_home_of(part))[VLM_PP_MEDIA_KEY]
     staged = {f"_vlm_{key}_chunks": chunks.get(key) for key in _VIDEO_KEYS if "pixel_values_videos" in chunks}
     staged |= {f"_vlm_{key}_chunks": chunks.get(key) for key in _IMAGE_KEYS if "pixel_values" in chunks}
     for name, value in {**dict.fromkeys(_ATTRIBUTES), **staged, _CURSOR: 0, _ALL_CHUNKS: chunks}.items():
@@ -74,6 +79,12 @@ def stage_vlm_media_for_pp(
     finally:
         for name in _ATTRIBUTES:
             setattr(part, name, None)
+
+
+def _home_of(part: torch.nn.Module) -> tuple[Any, Any]:
+    """Return device and dtype of the part's weights."""
+    weights = (weight for weight in part.parameters() if weight.is_floating_point())
+    return next(((weight.device, weight.dtype) for weight in weights), (None, DEFAULT_DTYPE))
 
 
 def _first_stage(info: Any) -> Any:

@@ -100,7 +100,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
             Encoder(processor, options.encode(geometry.frames)),
             make_collator(processor, options),
             with_refs=options.with_refs,
-            pixels=options.pixels,
+            pixels=bool(options.pixels),
         )
         with SpanReader(options.read(), store_options=options.store) as reader:
             yield from deliver(plans(planner), datasets, reader, rows)

@@ -111,8 +111,11 @@ class StreamOptions:
     pp_microbatches: int | None = None
     """Cut media for so many pipeline micro-batches. Rows that are not packed get their multi-axis positions here too,
     because stages behind the first have nothing to compute them from."""
-    pixels: bool = True
-    """False: batches have the same tokens, labels, positions and grids, and no pixels. For pipeline ranks without the
+    pixels: Literal["full", "compact"] | bool = "full"
+    """`full` (or True): as the processor gives them. `compact`: workers send bytes, and `finish_pixels` (or a loader
+    with `device`) makes the processor's pixels of them; families without a compact path send full ones and say so.
+
+    False: batches have the same tokens, labels, positions and grids, and no pixels. For pipeline ranks without the
     first stage: they read the text of samples alone (past the cache, of which only whole shards make sense) and decode
     nothing. Plan and state are those of the other ranks. For families whose text follows from the sizes in the index
     (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4.6V).
@@ -230,6 +233,7 @@ class StreamOptions:
             inject_fake_image=self.fake_image,
             video_backend=self.video_backend,
             frames=frames,
+            pixels="compact" if self.pixels == "compact" else "full",
         )
 
     def read(self) -> ReadOptions:
@@ -243,13 +247,14 @@ class StreamOptions:
         return options if self.pixels else replace(options, cache_dir=None, cache_bytes=None)
 
 
-_CHOICES: dict[str, Sequence[str]] = {
+_CHOICES: dict[str, Sequence[str | bool]] = {
     "mode": get_args(Mode),
     "long_samples": ("drop", "raise", "truncate"),
     "weigh_by": ("samples", "size", "tokens"),
     "stop": ("all", "each", "first", "never"),
     "barrier": ("micro", "none", "step"),
     "video_backend": ("auto", "av", "decord", "torchcodec"),
+    "pixels": ("compact", "full", True, False),
     "attention": ATTENTION_FORMS,
 }
 
@@ -257,4 +262,6 @@ _CHOICES: dict[str, Sequence[str]] = {
 def _check_choices(options: Mapping[str, Any]) -> None:
     for name, allowed in _CHOICES.items():
         if name in options and options[name] not in allowed:
-            raise ConfigError(f"{name} is {options[name]!r}; {nearest_name(str(options[name]), allowed)}")
+            raise ConfigError(
+                f"{name} is {options[name]!r}; {nearest_name(str(options[name]), [str(one) for one in allowed])}"
+            )

@@ -6,6 +6,7 @@ conversation whose labels are all ignored, so every row has tokens and every ran
 
 from __future__ import annotations
 
+import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ class RowBuilder:
                 row.append(sample)
                 num_tokens += length
             # A copy: what leaves may be changed by whoever gets it.
-            fitting.append(row or [{key: value.clone() for key, value in self._filler.items()}])
+            fitting.append(row or [copy.deepcopy(self._filler)])
         return self._collator(fitting), overflowed
 
     @cached_property

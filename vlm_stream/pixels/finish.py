@@ -1,0 +1,142 @@
+"""`finish_pixels`: a batch with compact pixels becomes the batch that the processor itself would have led to.
+
+Enters: a batch of any collation, padded, packed or with its media cut for a pipeline. Leaves: the same batch with
+pixels rescaled, normalised, and copied in time where the family does that; on the given device, in the given dtype.
+Values are computed in float32 in the processor's own order, so in float32 they are its values to the last bit on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final, overload
+
+import torch
+
+from vlm_stream.errors import ConfigError
+from vlm_stream.pixels.spec import PIXEL_NAMES, PIXELS_KEY, PartSpec, PixelSpec
+
+__all__ = ["DEFAULT_DTYPE", "FinishedOnRead", "finish_pixels", "finish_tensor"]
+
+DEFAULT_DTYPE: Final = torch.bfloat16
+
+
+def finish_pixels(
+    batch: Mapping[str, Any],
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = DEFAULT_DTYPE,
+    spec: PixelSpec | str | None = None,
+) -> dict[str, Any]:
+    """Return the batch with finished pixels, ready for `model(**batch)`.
+
+    Args:
+        batch: What a collation made of samples that were encoded with `pixels="compact"`. It is not changed. A batch
+            with full pixels is moved and converted like any other, so that a trainer need not know.
+        device: Where all tensors of the batch go first; None: each stays where it is.
+        dtype: Of the pixels.
+        spec: For batches of collations that did not hand on `PIXELS_KEY`.
+
+    Returns:
+        The batch without `PIXELS_KEY`. Media cut for a pipeline are moved at once and finished one micro-batch at a
+        time, when they are read.
+
+    Raises:
+        ConfigError: There are compact pixels, and nothing says how to finish them.
+    """
+    carried = batch.get(PIXELS_KEY, spec)
+    found = PixelSpec.load(carried) if isinstance(carried, str) else carried
+    target = None if device is None else torch.device(device)
+    out: dict[str, Any] = {}
+    for key, value in batch.items():
+        if key == PIXELS_KEY:
+            continue
+        if isinstance(value, Mapping) and any(name in value for name in PIXEL_NAMES):
+            out[key] = _finish_chunks(value, target, dtype, found)
+        elif key in PIXEL_NAMES and value is not None:
+            out[key] = _finish_value(key, _move(value, target), dtype, found)
+        else:
+            out[key] = _move(value, target)
+    return out
+
+
+class FinishedOnRead(Sequence[Any]):
+    """The pixels of several micro-batches, kept compact until one of them is read."""
+
+    def __init__(self, chunks: Sequence[Any], key: str, dtype: torch.dtype, spec: PixelSpec | None) -> None:
+        """Keep the compact chunks."""
+        self.chunks = chunks
+        """Still compact."""
+        self._key = key
+        self._dtype = dtype
+        self._spec = spec
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return _finish_value(self._key, self.chunks[index], self._dtype, self._spec)
+
+
+def finish_tensor(pixels: torch.Tensor, part: PartSpec, dtype: torch.dtype) -> torch.Tensor:
+    """Finish bytes where they are: rows [n, channels * k], or planes [..., channels, height, width]."""
+    mean, std = _constants(part, pixels.device)
+    if part.layout == "planes":
+        return pixels.to(torch.float32).sub_(mean).div_(std).to(dtype)
+    num_rows, width = pixels.shape
+    channels = len(part.mean)
+    values = pixels.view(num_rows, channels, 1, width // channels).to(torch.float32).sub_(mean).div_(std).to(dtype)
+    return values.expand(-1, -1, part.repeat, -1).reshape(num_rows, width * part.repeat)
+
+
+@lru_cache(maxsize=64)
+def _constants(part: PartSpec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and std [channels, 1, 1]; kept, because sending them to a device makes the host wait for it."""
+    mean = torch.tensor(part.mean, dtype=torch.float32, device=device)[:, None, None]
+    return mean, torch.tensor(part.std, dtype=torch.float32, device=device)[:, None, None]
+
+
+def _finish_chunks(
+    chunks: Mapping[str, Any], device: torch.device | None, dtype: torch.dtype, spec: PixelSpec | None
+) -> dict[str, Any]:
+    """Finish media that were cut for a pipeline: lists with an entry for each micro-batch."""
+    carried = chunks.get(PIXELS_KEY)
+    spec = PixelSpec.load(carried) if carried is not None else spec
+    moved = {key: _move(value, device) for key, value in chunks.items() if key != PIXELS_KEY}
+    return {
+        key: FinishedOnRead(value, key, dtype, spec)
+        if key in PIXEL_NAMES and not isinstance(value, FinishedOnRead)
+        else value
+        for key, value in moved.items()
+    }
+
+
+def _finish_value(key: str, value: Any, dtype: torch.dtype, spec: PixelSpec | None) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_finish_value(key, one, dtype, spec) for one in value]
+    if value.is_floating_point():
+        return value.to(dtype)
+    part = None if spec is None else spec.part(key)
+    if part is None:
+        raise ConfigError(
+            f"'{key}' holds bytes and the batch does not say how to finish them (it has no '{PIXELS_KEY}'), so the "
+            f"model would see unscaled pixels. Let the collation hand on '{PIXELS_KEY}', or give spec=."
+        )
+    return finish_tensor(value, part, dtype)
+
+
+def _move(value: Any, device: torch.device | None) -> Any:
+    if device is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=device.type == "cuda")  # elsewhere the copy may be read too early
+    if isinstance(value, Mapping):
+        return {key: _move(one, device) for key, one in value.items()}
+    if isinstance(value, (list, tuple)) and any(isinstance(one, (torch.Tensor, list, tuple)) for one in value):
+        return [_move(one, device) for one in value]
+    return value
