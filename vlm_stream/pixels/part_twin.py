@@ -57,7 +57,7 @@ class PartTwin:
         image_std: Any,
     ) -> torch.Tensor:
         """Leave the bytes as they are, without the fourth channel of views, and note what was to be done."""
-        # Computed as the original computes it, so that finished pixels are equal to the last bit.
+        # Computed as the original computes it, in float32: finished pixels then come out the same.
         unit = 1.0 / rescale_factor if do_rescale else 1.0
         mean = torch.tensor(_per_channel(image_mean) if do_normalize else (0.0,) * _CHANNELS) * unit
         std = torch.tensor(_per_channel(image_std) if do_normalize else (1.0,) * _CHANNELS) * unit
