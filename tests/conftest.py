@@ -6,12 +6,17 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 from tests.servers import S3Server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+settings.register_profile("vlm_stream", deadline=None)  # machines are noisy: no test is about time
+settings.load_profile("vlm_stream")
 
 
 @pytest.fixture(scope="session")

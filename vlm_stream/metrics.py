@@ -48,9 +48,9 @@ class Meter:
         """Return everything so far."""
         elapsed = max(time.monotonic() - self._begin, 1e-9)
         counts, batches = self._counts, max(self._counts["batches"], 1)
-        wanted, read, requests, retries = (
+        wanted, read, requests, retries, num_read = (
             sum(getattr(totals, name) for totals in self._reads.values())
-            for name in ("bytes_wanted", "bytes_read", "requests", "retries")
+            for name in ("bytes_wanted", "bytes_read", "requests", "retries", "samples")
         )
         numbers: dict[str, float] = {
             "step": self._newest_step,
@@ -62,7 +62,7 @@ class Meter:
             "samples_per_s": counts["samples"] / elapsed,
             "tokens_per_s": counts["tokens"] / elapsed,
             "megabytes_per_s": wanted / elapsed / 1e6,
-            "requests_per_sample": requests / max(counts["samples"], 1),
+            "requests_per_sample": requests / max(num_read, 1),
             "bytes_read": read,
             "read_amplification": read / max(wanted, 1),
             "retries": retries,
