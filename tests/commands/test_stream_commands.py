@@ -80,10 +80,21 @@ def test_bench_runs_a_loader_and_prints_its_numbers(capsys, toy_shards, saved_pr
     assert json.loads(out)["batches"] == 3
 
 
+def test_a_recipe_may_stand_where_datasets_do(capsys, toy_shards, saved_processor, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"sources: {toy_shards}\nprocessor: {saved_processor}\npack_size: 1024\n")
+    code, out, _ = call(capsys, "bench", recipe, "--batches", 2, "--json")
+    assert code == 0
+    assert json.loads(out)["batches"] == 2
+    code, out, _ = call(capsys, "plan", "--config", recipe, "--json")
+    assert json.loads(out)["samples"] == 60
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["plan"], "no dataset was named"),
+        (["plan", "a.yaml", "--config", "b.yaml"], "two recipes were named (a.yaml, b.yaml)"),
         (["plan", "DATA"], "mode='packed' without pack_size"),
         (["plan", "DATA", "--pack-size", "1024", "--sweep", "window"], "names no values"),
         (["plan", "DATA", "--pack-size", "1024", "--set", "windw=3"], "there is no option 'windw'; did you mean"),

@@ -20,7 +20,7 @@ NAME: Final = "bench"
 HELP: Final = "run a loader without a model: samples/s, tokens/s, fill, time per stage"
 EXAMPLES: Final = """\
 examples:
-  bench --config recipe.yaml --batches 200
+  bench recipe.yaml --batches 200
   bench shards/ --processor Qwen/Qwen2.5-VL-3B-Instruct --pack-size 8192 --set num_workers=4 --seconds 60
 """
 _SHOW_S: Final = 0.5

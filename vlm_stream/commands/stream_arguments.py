@@ -29,7 +29,7 @@ _FLAGS: Final = {
 
 def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
     """Add datasets, recipe and options."""
-    parser.add_argument("datasets", nargs="*", metavar="DATASET", help="folders or URLs; or use --config")
+    parser.add_argument("datasets", nargs="*", metavar="DATASET", help="folders or URLs, or a recipe (.yaml)")
     parser.add_argument("--config", metavar="YAML", help="a recipe: the arguments of StreamLoader")
     parser.add_argument("--processor", metavar="NAME_OR_PATH", help="the processor that trains")
     group = parser.add_argument_group("plan")
@@ -46,9 +46,14 @@ def loader_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
     from vlm_stream.config import load_config
 
-    found: dict[str, Any] = load_config(args.config) if args.config else {}
-    if args.datasets:
-        found["sources"] = args.datasets
+    recipes = [name for name in args.datasets if name.endswith((".yaml", ".yml"))]
+    datasets = [name for name in args.datasets if name not in recipes]
+    if len(recipes) + bool(args.config) > 1:
+        raise ConfigError(f"two recipes were named ({', '.join([*recipes, args.config or ''])}); give one of them")
+    recipe = args.config or next(iter(recipes), None)
+    found: dict[str, Any] = load_config(recipe) if recipe else {}
+    if datasets:
+        found["sources"] = datasets
     if "sources" not in found:
         raise ConfigError("no dataset was named, so there is nothing to plan; give a folder or URL, or --config")
     if args.processor:
