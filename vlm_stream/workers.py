@@ -159,7 +159,7 @@ class WorkerPool:
                     continue
                 self._replace(slot, cursor_behind(), waited)
                 begin = time.monotonic()
-            except (OSError, EOFError):  # it died while its tensors were on their way
+            except (OSError, EOFError, RuntimeError):  # it died while its tensors were on their way
                 worker.process.join(_JOIN_S)
                 self._replace(slot, cursor_behind(), time.monotonic() - begin)
                 begin = time.monotonic()
@@ -213,10 +213,13 @@ def _raise(failure: _Failure) -> None:
 def _run(job: Job, share: tuple[Any, int, int], items: Any, done: Any, parent: int) -> None:
     """Be a worker: put items until there are no more, then wait, since tensors in the queue live in this process."""
     import torch
+    import torch.multiprocessing
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    # By name, not by descriptor: a descriptor must be asked of the worker, and a hung one never answers.
+    torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         for item in job(*share):
             if not _put(items, item, parent):
