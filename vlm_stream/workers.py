@@ -219,7 +219,7 @@ def _run(job: Job, share: tuple[Any, int, int], items: Any, done: Any, parent: i
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     # By name, not by descriptor: a descriptor must be asked of the worker, and a hung one never answers.
-    torch.multiprocessing.set_sharing_strategy("file_system")
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     try:
         for item in job(*share):
             if not _put(items, item, parent):
