@@ -103,15 +103,25 @@ def remove_shard(folder):
     (folder / "shard-000001.tar").unlink()
 
 
-def flip_byte(folder):
+def flip_byte(folder, at=600):
     shard = folder / "shard-000001.tar"
     data = bytearray(shard.read_bytes())
-    data[600] ^= 1
+    data[at] ^= 1
     shard.write_bytes(data)
 
 
+def flip_header(folder):
+    flip_byte(folder, at=150)  # the first member's tar header is bytes 0..511
+
+
 @pytest.mark.parametrize(
-    ("harm", "reason"), [(cut_shard, "truncated"), (remove_shard, "missing_shard"), (flip_byte, "crc_mismatch")]
+    ("harm", "reason"),
+    [
+        (cut_shard, "truncated"),
+        (remove_shard, "missing_shard"),
+        (flip_byte, "crc_mismatch"),
+        (flip_header, "crc_mismatch"),
+    ],
 )
 def test_damage_leaves_holes_and_the_same_steps_on_every_rank(toy_shards, damage, processor, harm, reason):
     harm(damage)
@@ -129,6 +139,8 @@ def test_damage_leaves_holes_and_the_same_steps_on_every_rank(toy_shards, damage
         assert len(seen) == len(set(seen)) == 60 - len(lost)
     assert len(counts) == 1
     assert set(lost.values()) == {reason}
+    if harm in (flip_byte, flip_header):
+        assert len(lost) == 1  # the damage, and nothing behind it
     whole = StreamLoader(toy_shards, processor=processor, rank=0, world_size=2, **PACKED)
     assert counts == {len(list(whole))}
 
@@ -174,6 +186,16 @@ def test_a_replay_is_the_batch_itself(toy_shards, processor):
     wanted = [delivery.batch["input_ids"] for delivery in deliveries if delivery.step == middle]
     assert equal([delivery.batch["input_ids"] for delivery in stream.replay(middle)], wanted)
     assert equal([d.batch["input_ids"] for d in stream.replay(middle, deliveries[0].state)], wanted)
+
+
+def test_a_resume_reads_no_sample_that_is_not_delivered(toy_shards, processor):
+    stream = VLMStream(toy_shards, processor=processor, options=StreamOptions(pack_size=1024))
+    whole = list(stream.deliveries())
+    middle = len(whole) // 2
+    rest = list(stream.deliveries(whole[middle].state))
+    assert [delivery.step for delivery in rest] == [delivery.step for delivery in whole[middle + 1 :]]
+    assert rest[0].reads.samples == rest[0].num_samples
+    assert rest[-1].reads.samples == sum(delivery.num_samples for delivery in rest)
 
 
 def test_metrics_add_up(toy_shards, processor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 
 import numpy as np
 import pytest
@@ -28,8 +28,19 @@ BACKENDS = ["decord", "av", "torchcodec"]
 
 
 def _needs(backend):
-    if importlib.util.find_spec(backend) is None:
+    try:
+        choose_backend(backend)
+    except ConfigError as error:  # installed, but its system libraries are not
+        pytest.skip(str(error))
+    except MissingExtraError:
         pytest.skip(f"the video backend {backend} is not installed")
+
+
+def test_a_torchcodec_that_cannot_be_loaded_is_refused_at_once(monkeypatch):
+    _needs("torchcodec")
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)  # what an import that fails leaves
+    with pytest.raises(ConfigError, match=r"cannot be loaded.*FFmpeg's shared libraries.*or use 'av' or 'decord'"):
+        choose_backend("torchcodec")
 
 
 def _spread(info: VideoInfo) -> list[int]:

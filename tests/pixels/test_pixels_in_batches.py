@@ -15,6 +15,7 @@ from vlm_stream.collate import (
     packed_sequence_thd_vlm_collater,
     pad_collate_fn,
     qwen2_5_collate_fn,
+    qwen3_omni_collate_fn,
 )
 from vlm_stream.encode import EncodeConfig, Encoder
 from vlm_stream.errors import ConfigError
@@ -189,6 +190,15 @@ def test_conversations_are_collated_compact(processor, collate):
     examples = [{"conversation": chat_about(40, 90)}, {"conversation": chat_about(77, 51)}]
     full = collate(examples, processor)
     compact = collate(examples, processor, pixels="compact")
+    assert compact["pixel_values"].dtype == torch.uint8
+    assert_equal(finish_pixels(compact, dtype=full["pixel_values"].dtype), full)
+
+
+def test_omni_conversations_are_collated_compact():
+    omni = build_processor("qwen3_omni_moe")
+    examples = [{"conversation": chat_about(40, 90)}, {"conversation": chat_about(77, 51)}]
+    full = qwen3_omni_collate_fn(examples, omni)
+    compact = qwen3_omni_collate_fn(examples, omni, pixels="compact")
     assert compact["pixel_values"].dtype == torch.uint8
     assert_equal(finish_pixels(compact, dtype=full["pixel_values"].dtype), full)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vlm_stream.collate.examples import conversations_of, count_media, mask_fake_images
 from vlm_stream.collate.process_batch import process_batch
@@ -26,7 +26,10 @@ __all__ = ["qwen3_omni_collate_fn"]
 
 
 def qwen3_omni_collate_fn(
-    examples: Sequence[Mapping[str, Any]], processor: Any, use_audio_in_video: bool = False
+    examples: Sequence[Mapping[str, Any]],
+    processor: Any,
+    use_audio_in_video: bool = False,
+    pixels: Literal["full", "compact"] = "full",
 ) -> dict[str, Any]:
     """Collate conversations for Qwen3-Omni.
 
@@ -34,6 +37,7 @@ def qwen3_omni_collate_fn(
         examples: `{"conversation": [...]}`.
         processor: The model's processor.
         use_audio_in_video: Interleave the sound track of each video with its frames; needs `qwen_omni_utils`.
+        pixels: `compact` leaves pixels as bytes for `finish_pixels`; media are then read by our own media room.
 
     Returns:
         The processor's batch, padded on the right, with shifted labels and media counts per row.
@@ -45,10 +49,15 @@ def qwen3_omni_collate_fn(
             "use_audio_in_video needs the sound tracks of the videos, which the package 'qwen_omni_utils' reads and "
             "which is not installed. Install it with: pip install qwen-omni-utils, or leave use_audio_in_video off."
         )
-    if has_utils and _are_paths(conversations):
+    if use_audio_in_video and pixels == "compact":
+        raise ConfigError(
+            "use_audio_in_video goes through 'qwen_omni_utils', which gives full pixels, so compact ones cannot be had "
+            "with it; leave one of the two off."
+        )
+    if has_utils and _are_paths(conversations) and pixels == "full":
         batch = _with_utils(conversations, processor, use_audio_in_video)
     else:
-        batch = process_batch(conversations, processor, {"padding_side": "right"})
+        batch = process_batch(conversations, processor, {"padding_side": "right"}, pixels=pixels)
     return shift(mask_fake_images(batch, examples, processor)) | count_media(conversations)
 
 

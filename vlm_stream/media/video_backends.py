@@ -56,7 +56,20 @@ def choose_backend(name: str) -> str:
         raise ConfigError(f"There is no video backend '{name}'. Allowed: auto, {', '.join(_BACKENDS)}.")
     if find_spec(name) is None:
         raise MissingExtraError(name, _EXTRAS[name], f"The video backend '{name}'")
+    if name == "torchcodec":
+        _check_torchcodec()
     return name
+
+
+def _check_torchcodec() -> None:
+    """Refuse a torchcodec without FFmpeg's libraries at once: else every video would look like a bad sample."""
+    try:
+        import_module("torchcodec.decoders")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ConfigError(
+            "The video backend 'torchcodec' is installed and cannot be loaded, so no video can be decoded with it: it "
+            "needs FFmpeg's shared libraries. Install them (Debian: apt-get install ffmpeg), or use 'av' or 'decord'."
+        ) from error
 
 
 @contextmanager
