@@ -1,0 +1,162 @@
+"""The data of the comparison: conversations with the published means, seeded, written once as JSONL and media files.
+
+A mixture of 14 % text only, 50 % one natural image, 22 % one document image, 8 % two to six images and 6 % video, with
+lognormal lengths and sizes. Pictures and clips come from a small pool, so that a thousand samples take seconds to make;
+every loader copies them into its own files, so no loader profits from the repetition.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+
+__all__ = ["Record", "make_raw", "read_raw"]
+
+_WORDS = (
+    "the picture shows a small river between two hills with trees and houses on both sides while people walk along "
+    "its bank under grey clouds near an old bridge where boats wait for evening light and children play by water"
+).split()
+_NUM_NATURAL, _NUM_DOCUMENTS, _NUM_CLIPS = 60, 30, 10
+
+
+@dataclass(frozen=True)
+class Record:
+    """One sample before it is written: its key, its text as JSON, its media files in order."""
+
+    key: str
+    text: bytes
+    media: tuple[tuple[str, Path], ...]
+    """Member names (`0.jpg`, `1.mp4`) with their files."""
+
+    def members(self) -> dict[str, bytes]:
+        """Return every member's bytes, the text as `json`."""
+        return {"json": self.text} | {name: path.read_bytes() for name, path in self.media}
+
+
+def make_raw(folder: Path, num_samples: int, seed: int = 0) -> Path:
+    """Write `samples.jsonl` (sharegpt records) and `media/`; return the JSONL file. Done before: left as it is."""
+    file = folder / "samples.jsonl"
+    if file.exists():
+        return file
+    rng = random.Random(seed)
+    pool = _make_media(folder / "media", seed)
+    lines = [json.dumps(_sample(number, rng, pool)) for number in range(num_samples)]
+    folder.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    part.rename(file)
+    return file
+
+
+def read_raw(file: Path) -> Iterator[Record]:
+    """Yield the records of a raw file."""
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            sample = json.loads(line)
+            names = sample.get("images", []) + sample.get("videos", [])
+            media = tuple((f"{place}{Path(name).suffix}", file.parent / name) for place, name in enumerate(names))
+            yield Record(key=f"{number:08d}", text=line.encode(), media=media)
+
+
+def _sample(number: int, rng: random.Random, pool: dict[str, list[str]]) -> dict[str, object]:
+    kind = rng.choices(("text", "natural", "document", "several", "video"), (14, 50, 22, 8, 6))[0]
+    images: list[str] = []
+    videos: list[str] = []
+    if kind == "several":
+        images = [rng.choice(pool["natural"]) for _ in range(rng.randint(2, 6))]
+    elif kind == "video":
+        videos = [rng.choice(pool["video"])]
+    elif kind != "text":
+        images = [rng.choice(pool[kind])]
+    median, sigma = {
+        "text": (450, 0.9),
+        "natural": (180, 0.8),
+        "document": (250, 1.0),
+        "several": (250, 0.8),
+        "video": (200, 0.8),
+    }[kind]
+    num_words = min(3000, max(4, round(rng.lognormvariate(math.log(median), sigma))))
+    question = "<image>" * len(images) + "<video>" * len(videos) + " ".join(rng.choices(_WORDS, k=num_words // 4 + 1))
+    answer = " ".join(rng.choices(_WORDS, k=num_words - num_words // 4))
+    sample: dict[str, object] = {
+        "id": f"{number:08d}",
+        "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}],
+    }
+    if images:
+        sample["images"] = images
+    if videos:
+        sample["videos"] = videos
+    return sample
+
+
+def _make_media(folder: Path, seed: int) -> dict[str, list[str]]:
+    import numpy as np
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    pool: dict[str, list[str]] = {"natural": [], "document": [], "video": []}
+    for number in range(_NUM_NATURAL):
+        name = f"natural-{number:03d}.jpg"
+        (folder / name).write_bytes(_natural(rng, float(rng.lognormal(math.log(640), 0.25))))
+        pool["natural"].append(f"media/{name}")
+    for number in range(_NUM_DOCUMENTS):
+        name = f"document-{number:03d}.jpg"
+        (folder / name).write_bytes(_document(rng, min(2800, float(rng.lognormal(math.log(1400), 0.45)))))
+        pool["document"].append(f"media/{name}")
+    for number in range(_NUM_CLIPS):
+        name = f"clip-{number:03d}.mp4"
+        (folder / name).write_bytes(_clip(rng, min(90, max(4, float(rng.lognormal(math.log(30), 0.9))))))
+        pool["video"].append(f"media/{name}")
+    return pool
+
+
+def _jpeg(pixels: np.ndarray, quality: int) -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=quality)
+    return buffer.getvalue()
+
+
+def _natural(rng: np.random.Generator, long_side: float) -> bytes:
+    """Large smooth shapes, finer ones, and grain: it compresses about as a photograph does."""
+    import numpy as np
+    from PIL import Image
+
+    width, height = round(long_side), round(long_side * rng.uniform(0.6, 0.8))
+    total = np.zeros((height, width, 3), np.float32)
+    for cells, strength in ((4, 80.0), (24, 40.0), (120, 25.0)):
+        coarse = rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8)
+        total += (np.asarray(Image.fromarray(coarse).resize((width, height)), np.float32) - 128) * strength / 128
+    total += 128 + rng.normal(0, 9, total.shape).astype(np.float32)
+    return _jpeg(total.clip(0, 255).astype(np.uint8), 92)
+
+
+def _document(rng: np.random.Generator, long_side: float) -> bytes:
+    """Dark runs on white in lines, as printed text."""
+    import numpy as np
+
+    width, height = round(long_side * 0.75), round(long_side)
+    page = np.full((height, width), 245, np.float32)
+    for top in range(40, height - 30, 18):
+        marks = rng.random((9, width - 80)) < 0.35
+        page[top : top + 9, 40 : width - 40][marks] = 25
+    page += rng.normal(0, 2, page.shape)
+    return _jpeg(np.repeat(page.clip(0, 255).astype(np.uint8)[..., None], 3, axis=2), 80)
+
+
+def _clip(rng: np.random.Generator, seconds: float) -> bytes:
+    from vlm_stream.testing import make_mp4
+
+    frames = round(seconds * 12)
+    return make_mp4(num_frames=frames, height=240, width=320, fps=12, gop=24, seed=int(rng.integers(1 << 30)))

@@ -1,0 +1,1 @@
+"""The loaders of the comparison, one file each."""
