@@ -44,7 +44,8 @@ class StreamLoader:
 
     Args:
         sources: A path or URL, a list of them, or `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`.
-        processor: A transformers processor, or the name or path of one.
+        processor: A transformers processor, or the name or path of one. None: batches hold `RawSample`s, or what
+            `collate_fn` makes of them.
         num_workers: Processes that read and encode; 0 does it in this one.
         prefetch_batches: Finished batches that each worker keeps ready.
         worker_timeout: Seconds after which a worker that finishes nothing is replaced; None: never.

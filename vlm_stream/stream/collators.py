@@ -112,7 +112,7 @@ class CustomCollator:
         self._function = function
         self._processor = processor
 
-    def __call__(self, rows: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Call it: a packed row is a list of samples, any other row a sample."""
         given = rows if self.capacity is not None else [sample for row in rows for sample in row]
         return self._function(given, self._processor)

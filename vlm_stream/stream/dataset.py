@@ -20,6 +20,7 @@ from vlm_stream.stream.collators import make_collator
 from vlm_stream.stream.pipeline import Delivery, MicroBatch, deliver
 from vlm_stream.stream.planning import open_planner
 from vlm_stream.stream.processors import open_processor
+from vlm_stream.stream.raw import RawRows
 from vlm_stream.stream.rows import RowBuilder
 from vlm_stream.stream.sources import Sources, normalise_sources
 from vlm_stream.stream.world import find_world
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from vlm_stream.plan import Planner
     from vlm_stream.stream.options import StreamOptions
+    from vlm_stream.tokens import Geometry
 
 __all__ = ["VLMStream"]
 
@@ -95,15 +97,22 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         options = self.options
         processor = open_processor(self.processor)
         datasets, planner, geometry = open_planner(self.sources, options, processor, epochs_before=self.epochs_before)
-        datasets.check_counted_for(processor)
-        rows = RowBuilder(
+        rows = self._rows(processor, geometry)
+        if processor is not None:
+            datasets.check_counted_for(processor)
+        with SpanReader(options.read(), store_options=options.store) as reader:
+            yield from deliver(plans(planner), datasets, reader, rows)
+
+    def _rows(self, processor: Any, geometry: Geometry) -> RowBuilder | RawRows:
+        options = self.options
+        if processor is None:
+            return RawRows(options)
+        return RowBuilder(
             Encoder(processor, options.encode(geometry.frames)),
             make_collator(processor, options),
             with_refs=options.with_refs,
             pixels=bool(options.pixels),
         )
-        with SpanReader(options.read(), store_options=options.store) as reader:
-            yield from deliver(plans(planner), datasets, reader, rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last batch that this worker yielded."""

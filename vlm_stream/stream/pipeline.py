@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import BadSampleError
 from vlm_stream.ledger import BadSample
+from vlm_stream.stream.raw import RawRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -93,7 +94,7 @@ class _Pending:
 
 
 def deliver(
-    plans: Iterable[MicroBatch], datasets: OpenDatasets, reader: SpanReader, rows: RowBuilder
+    plans: Iterable[MicroBatch], datasets: OpenDatasets, reader: SpanReader, rows: RowBuilder | RawRows
 ) -> Iterator[Delivery]:
     """Yield a delivery for every planned micro-batch, while the reader fetches the bytes of those to come."""
     pending: deque[_Pending] = deque()
@@ -119,10 +120,12 @@ def deliver(
         yield _finish(pending.popleft(), datasets, rows, (time.perf_counter() - waited_from, reader.metrics))
 
 
-def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, fetched: tuple[float, ReadTotals]) -> Delivery:
+def _finish(
+    entry: _Pending, datasets: OpenDatasets, rows: RowBuilder | RawRows, fetched: tuple[float, ReadTotals]
+) -> Delivery:
     begin = time.perf_counter()
     bad = [_ledger_entry(note.ref, _not_planned(note), datasets) for note in entry.plan.dropped]
-    encoded_rows: list[list[tuple[Ref, dict[str, Any]]]] = []
+    encoded_rows: list[list[tuple[Ref, Any]]] = []
     for unit in entry.units:
         samples = []
         for ref in unit.refs if unit is not None else ():
@@ -141,6 +144,7 @@ def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, fetched: 
         bad_names = {(line.source, line.shard, line.sample) for line in bad}
         names = [[datasets.name(ref) for ref, _ in row] for row in encoded_rows]
         batch["refs"] = [[name for name in row if name not in bad_names] for row in names]
+    planned, raw = sum(unit.tokens for unit in entry.units if unit is not None), isinstance(rows, RawRows)
     return Delivery(
         step=entry.plan.step.index,
         micro=entry.plan.micro,
@@ -148,8 +152,8 @@ def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, fetched: 
         state=entry.plan.state(),
         bad=tuple(bad),
         num_samples=len(entry.read) + len(entry.plan.dropped),
-        num_tokens=sum(len(sample["input_ids"]) for row in encoded_rows for _, sample in row),
-        num_planned_tokens=sum(unit.tokens for unit in entry.units if unit is not None),
+        num_tokens=planned if raw else sum(len(sample["input_ids"]) for row in encoded_rows for _, sample in row),
+        num_planned_tokens=planned,
         num_rows=len(entry.units),
         num_slots=batch["input_ids"].numel() if "input_ids" in batch else 0,
         seconds={"fetch": fetched[0], "encode": encoded - begin, "collate": time.perf_counter() - encoded},
@@ -158,8 +162,10 @@ def _finish(entry: _Pending, datasets: OpenDatasets, rows: RowBuilder, fetched: 
     )
 
 
-def _encode(ref: Ref, members: Mapping[str, memoryview], datasets: OpenDatasets, rows: RowBuilder) -> dict[str, Any]:
+def _encode(ref: Ref, members: Mapping[str, memoryview], datasets: OpenDatasets, rows: RowBuilder | RawRows) -> Any:
     fields = datasets.manifests[ref.source].fields
+    if isinstance(rows, RawRows):
+        return rows.encode(datasets.name(ref), members, fields)
     return rows.encode(members, fields) if rows.pixels else rows.encode_text(members, fields, *datasets.contents(ref))
 
 
