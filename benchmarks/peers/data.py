@@ -33,6 +33,8 @@ _NUM_NATURAL, _NUM_DOCUMENTS, _NUM_CLIPS = 60, 30, 10
 class Record:
     """One sample before it is written: its key, its text as JSON, its media files in order."""
 
+    file: Path
+    """The raw file that it comes from."""
     key: str
     text: bytes
     media: tuple[tuple[str, Path], ...]
@@ -43,13 +45,20 @@ class Record:
         return {"json": self.text} | {name: path.read_bytes() for name, path in self.media}
 
 
-def make_raw(folder: Path, num_samples: int, seed: int = 0) -> Path:
-    """Write `samples.jsonl` (sharegpt records) and `media/`; return the JSONL file. Done before: left as it is."""
+def make_raw(folder: Path, num_samples: int, *, seed: int = 0, small: bool = False) -> Path:
+    """Write `samples.jsonl` (sharegpt records) and `media/`; return the JSONL file. Done before: left as it is.
+
+    Args:
+        folder: Where to.
+        num_samples: How many samples.
+        seed: Chooses lengths, sizes and media.
+        small: Pictures and clips of a tenth of the size, where their bytes do not matter.
+    """
     file = folder / "samples.jsonl"
     if file.exists():
         return file
     rng = random.Random(seed)
-    pool = _make_media(folder / "media", seed)
+    pool = _make_media(folder / "media", seed, 0.1 if small else 1.0)
     lines = [json.dumps(_sample(number, rng, pool)) for number in range(num_samples)]
     folder.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
@@ -65,7 +74,7 @@ def read_raw(file: Path) -> Iterator[Record]:
             sample = json.loads(line)
             names = sample.get("images", []) + sample.get("videos", [])
             media = tuple((f"{place}{Path(name).suffix}", file.parent / name) for place, name in enumerate(names))
-            yield Record(key=f"{number:08d}", text=line.encode(), media=media)
+            yield Record(file=file, key=f"{number:08d}", text=line.encode(), media=media)
 
 
 def _sample(number: int, rng: random.Random, pool: dict[str, list[str]]) -> dict[str, object]:
@@ -85,12 +94,12 @@ def _sample(number: int, rng: random.Random, pool: dict[str, list[str]]) -> dict
         "several": (250, 0.8),
         "video": (200, 0.8),
     }[kind]
-    num_words = min(3000, max(4, round(rng.lognormvariate(math.log(median), sigma))))
+    num_words = min(1200, max(4, round(rng.lognormvariate(math.log(median), sigma))))
     question = "<image>" * len(images) + "<video>" * len(videos) + " ".join(rng.choices(_WORDS, k=num_words // 4 + 1))
     answer = " ".join(rng.choices(_WORDS, k=num_words - num_words // 4))
     sample: dict[str, object] = {
         "id": f"{number:08d}",
-        "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}],
+        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
     }
     if images:
         sample["images"] = images
@@ -99,7 +108,7 @@ def _sample(number: int, rng: random.Random, pool: dict[str, list[str]]) -> dict
     return sample
 
 
-def _make_media(folder: Path, seed: int) -> dict[str, list[str]]:
+def _make_media(folder: Path, seed: int, scale: float) -> dict[str, list[str]]:
     import numpy as np
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,15 +116,15 @@ def _make_media(folder: Path, seed: int) -> dict[str, list[str]]:
     pool: dict[str, list[str]] = {"natural": [], "document": [], "video": []}
     for number in range(_NUM_NATURAL):
         name = f"natural-{number:03d}.jpg"
-        (folder / name).write_bytes(_natural(rng, float(rng.lognormal(math.log(640), 0.25))))
+        (folder / name).write_bytes(_natural(rng, scale * float(rng.lognormal(math.log(640), 0.25))))
         pool["natural"].append(f"media/{name}")
     for number in range(_NUM_DOCUMENTS):
         name = f"document-{number:03d}.jpg"
-        (folder / name).write_bytes(_document(rng, min(2800, float(rng.lognormal(math.log(1400), 0.45)))))
+        (folder / name).write_bytes(_document(rng, scale * min(2200, float(rng.lognormal(math.log(1400), 0.45)))))
         pool["document"].append(f"media/{name}")
     for number in range(_NUM_CLIPS):
         name = f"clip-{number:03d}.mp4"
-        (folder / name).write_bytes(_clip(rng, min(90, max(4, float(rng.lognormal(math.log(30), 0.9))))))
+        (folder / name).write_bytes(_clip(rng, scale * min(45, max(4, float(rng.lognormal(math.log(30), 0.9))))))
         pool["video"].append(f"media/{name}")
     return pool
 
@@ -146,12 +155,12 @@ def _document(rng: np.random.Generator, long_side: float) -> bytes:
     """Dark runs on white in lines, as printed text."""
     import numpy as np
 
-    width, height = round(long_side * 0.75), round(long_side)
+    width, height = max(100, round(long_side * 0.75)), round(long_side)
     page = np.full((height, width), 245, np.float32)
     for top in range(40, height - 30, 18):
-        marks = rng.random((9, width - 80)) < 0.35
-        page[top : top + 9, 40 : width - 40][marks] = 25
-    page += rng.normal(0, 2, page.shape)
+        marks = np.kron(rng.random((3, (width - 80) // 4)) < 0.35, np.ones((3, 4), bool))
+        page[top : top + 9, 40 : 40 + marks.shape[1]][marks] = 25
+    page += rng.normal(0, 1, page.shape)
     return _jpeg(np.repeat(page.clip(0, 255).astype(np.uint8)[..., None], 3, axis=2), 80)
 
 

@@ -53,6 +53,10 @@ class Run(ABC):
         """Return what must be saved to go on behind the last batch that was yielded, serialised."""
         raise NotImplementedError
 
+    def notes(self) -> list[str]:
+        """Return what the loader itself says of samples that it left out."""
+        return []
+
     def close(self) -> None:
         """Stop workers, if iteration was left early."""
         return
