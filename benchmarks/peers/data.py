@@ -26,7 +26,6 @@ _WORDS = (
     "the picture shows a small river between two hills with trees and houses on both sides while people walk along "
     "its bank under grey clouds near an old bridge where boats wait for evening light and children play by water"
 ).split()
-_NUM_NATURAL, _NUM_DOCUMENTS, _NUM_CLIPS = 60, 30, 10
 
 
 @dataclass(frozen=True)
@@ -46,21 +45,20 @@ class Record:
 
 
 def make_raw(folder: Path, num_samples: int, *, seed: int = 0, small: bool = False) -> Path:
-    """Write `samples.jsonl` (sharegpt records) and `media/`; return the JSONL file. Done before: left as it is.
+    """Write a JSONL file of sharegpt records, and their media beside it; return the file. Done before: left as it is.
 
     Args:
         folder: Where to.
         num_samples: How many samples.
-        seed: Chooses lengths, sizes and media.
+        seed: Chooses lengths and media.
         small: Pictures and clips of a tenth of the size, where their bytes do not matter.
     """
-    file = folder / "samples.jsonl"
+    file = folder / f"{'small' if small else 'raw'}-{num_samples}.jsonl"
     if file.exists():
         return file
     rng = random.Random(seed)
-    pool = _make_media(folder / "media", seed, 0.1 if small else 1.0)
+    pool = _make_media(folder / ("media-small" if small else "media"), 0.1 if small else 1.0)
     lines = [json.dumps(_sample(number, rng, pool)) for number in range(num_samples)]
-    folder.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text("\n".join(lines) + "\n", encoding="utf-8")
     part.rename(file)
@@ -108,24 +106,27 @@ def _sample(number: int, rng: random.Random, pool: dict[str, list[str]]) -> dict
     return sample
 
 
-def _make_media(folder: Path, seed: int, scale: float) -> dict[str, list[str]]:
+def _make_media(folder: Path, scale: float) -> dict[str, list[str]]:
+    """Return the names of pictures and clips, relative to the raw file; they are made the first time."""
     import numpy as np
 
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(seed)
-    pool: dict[str, list[str]] = {"natural": [], "document": [], "video": []}
-    for number in range(_NUM_NATURAL):
-        name = f"natural-{number:03d}.jpg"
-        (folder / name).write_bytes(_natural(rng, scale * float(rng.lognormal(math.log(640), 0.25))))
-        pool["natural"].append(f"media/{name}")
-    for number in range(_NUM_DOCUMENTS):
-        name = f"document-{number:03d}.jpg"
-        (folder / name).write_bytes(_document(rng, scale * min(2200, float(rng.lognormal(math.log(1400), 0.45)))))
-        pool["document"].append(f"media/{name}")
-    for number in range(_NUM_CLIPS):
-        name = f"clip-{number:03d}.mp4"
-        (folder / name).write_bytes(_clip(rng, scale * min(45, max(4, float(rng.lognormal(math.log(30), 0.9))))))
-        pool["video"].append(f"media/{name}")
+    rng = np.random.default_rng(0)
+    makers = {
+        "natural": (60, ".jpg", lambda: _natural(rng, scale * rng.lognormal(math.log(640), 0.25))),
+        "document": (30, ".jpg", lambda: _document(rng, scale * min(2200, rng.lognormal(math.log(1400), 0.45)))),
+        "video": (10, ".mp4", lambda: _clip(rng, scale * min(45, max(4, rng.lognormal(math.log(30), 0.9))))),
+    }
+    pool = {
+        kind: [f"{folder.name}/{kind}-{number:03d}{suffix}" for number in range(count)]
+        for kind, (count, suffix, _) in makers.items()
+    }
+    if not folder.exists():
+        part = folder.with_suffix(".part")
+        part.mkdir(parents=True)
+        for kind, names in pool.items():
+            for name in names:
+                (part / Path(name).name).write_bytes(makers[kind][2]())
+        part.rename(folder)
     return pool
 
 

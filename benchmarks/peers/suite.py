@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.damage import damage_header, flip_payload_byte
+
 from benchmarks.peers.data import make_raw
 from benchmarks.peers.loaders import open_loader
 from benchmarks.peers.proxy import CountingProxy
@@ -118,11 +119,11 @@ class Suite:
 
     def raw(self, num_samples: int, *, small: bool = False) -> Path:
         """Return a raw file of so many samples."""
-        return make_raw(self.data / f"raw-{num_samples}{'-small' if small else ''}", num_samples, small=small)
+        return make_raw(self.data / "raw", num_samples, small=small)
 
     def written(self, loader: str, raw: Path | str, samples_per_shard: int) -> Path:
         """Return the folder with a loader's own form of a raw file, written if it is not there."""
-        name = raw if isinstance(raw, str) else raw.parent.name
+        name = raw if isinstance(raw, str) else raw.stem
         out = self.data / f"{loader}-{name}-{samples_per_shard}"
         times = self.results.setdefault("write", {}).setdefault(loader, {})
         if not out.exists():
