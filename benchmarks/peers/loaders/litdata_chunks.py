@@ -1,0 +1,128 @@
+"""LitData: chunks with an offset table that are mapped in place, or downloaded whole and mapped from a cache.
+
+Samples are a fixed set of leaves (see `columns`). Bytes are `litdata.File` leaves, its type for raw bytes: they are
+stored as they are and each sample is decoded alone, where plain `bytes` leaves are decoded by windows of samples.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from benchmarks.peers.loaders.base import Loader, Opening, Run
+from benchmarks.peers.loaders.columns import from_columns, media_columns, to_columns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from benchmarks.peers.data import Record
+
+__all__ = ["LitDataLoader"]
+
+
+class LitDataLoader(Loader):
+    """`litdata.optimize`, `litdata.StreamingDataset` in `litdata.StreamingDataLoader`.
+
+    `drop_last=False` for every world size, so that an epoch is complete and a state fits another world: with several
+    ranks its default drops what does not divide evenly, and a state is refused where the setting differs.
+    """
+
+    name = "litdata"
+    package = "litdata"
+    cannot: ClassVar = {"packing": "it has none: a batch is a number of samples"}
+    files = "*.bin"
+
+    def write(self, records: Iterable[Record], out: Path, samples_per_shard: int) -> None:
+        """Write with `optimize`, in one process so that the order stays."""
+        import litdata
+
+        kept = list(records)
+        litdata.optimize(
+            fn=_Leaves(media_columns(kept)),
+            inputs=kept,
+            output_dir=str(out),
+            chunk_size=samples_per_shard,
+            num_workers=1,
+            keep_data_ordered=True,
+            reorder_files=False,
+            start_method="fork",
+            verbose=False,
+        )
+
+    def open(self, opening: Opening, state: bytes | None = None) -> Run:
+        """Open the folder in place, or the prefix with its chunks downloaded to the scratch folder."""
+        return _Run(opening, state)
+
+
+class _Leaves:
+    """Turns a record into leaves; a class because `optimize` sends it to a process."""
+
+    def __init__(self, media: list[str]) -> None:
+        self._media = media
+
+    def __call__(self, record: Record) -> dict[str, Any]:
+        import litdata
+
+        values = to_columns(record, self._media)
+        return {
+            name: litdata.File(bytes=value) if isinstance(value, bytes) else value for name, value in values.items()
+        }
+
+
+class _Run(Run):
+    def __init__(self, opening: Opening, state: bytes | None) -> None:
+        # By these it knows its rank; every rank is a node, so that ranks can be measured one by one.
+        os.environ |= {
+            "WORLD_SIZE": str(opening.world_size),
+            "GLOBAL_RANK": str(opening.rank),
+            "NNODES": str(opening.world_size),
+        }
+        import litdata
+
+        source: dict[str, Any] = {}
+        if opening.where.startswith("s3://"):
+            source = {"cache_dir": opening.scratch, "storage_options": _storage_options()}
+        transforms = [from_columns] if opening.transform is None else [from_columns, opening.transform]
+        dataset = litdata.StreamingDataset(
+            opening.where,
+            shuffle=opening.shuffle > 0,
+            # Chunks in random order and all of a chunk's samples mixed: it never mixes the samples of several chunks.
+            item_shuffle_window="full",
+            seed=opening.seed,
+            drop_last=False,
+            transform=transforms,
+            **source,
+        )
+        self._loader: Any = litdata.StreamingDataLoader(
+            dataset, batch_size=opening.batch_size, num_workers=opening.workers, collate_fn=list
+        )
+        if state is not None:
+            import torch
+
+            self._loader.load_state_dict(torch.load(io.BytesIO(state)))
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self._loader)
+
+    def state(self) -> bytes:
+        """Return its state dict, saved by `torch.save` as its documentation shows."""
+        import torch
+
+        file = io.BytesIO()
+        torch.save(self._loader.state_dict(), file)
+        return file.getvalue()
+
+    def close(self) -> None:
+        """Drop the loader: its workers stop when it is collected."""
+        self._loader = None
+
+
+def _storage_options() -> dict[str, str]:
+    return {
+        "endpoint_url": os.environ["AWS_ENDPOINT_URL"],
+        "aws_access_key_id": os.environ["AWS_ACCESS_KEY_ID"],
+        "aws_secret_access_key": os.environ["AWS_SECRET_ACCESS_KEY"],
+        "region_name": os.environ["AWS_REGION"],
+    }
