@@ -5,7 +5,9 @@ BIN    := $(VENV)/bin
 # torch and torchvision are pinned for this checkout alone; a user's `pip install vlm-stream` keeps open ranges.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check format clean
+BENCH  := .venv-bench
+
+.PHONY: demo test check format clean bench bench-full bench-setup
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python -m vlm_stream.testing.demo --out demo-out
@@ -23,13 +25,23 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:
-	rm -rf $(VENV) demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+# Loaders compared: a few minutes; the long one writes benchmarks/RESULTS.md and the README's table.
+bench: $(BENCH)/.installed
+	$(BENCH)/bin/python -m benchmarks.peers
 
-$(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
-	@# Every process of this environment, workers too, must be able to import torchvision beside a CPU torch.
-	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+bench-full: $(BENCH)/.installed
+	$(BENCH)/bin/python -m benchmarks.peers --full
+	$(BENCH)/bin/python -m benchmarks.peers --report
+
+bench-setup: $(BENCH)/.installed
+
+clean:
+	rm -rf $(VENV) $(BENCH) demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# Every process of an environment, workers too, must be able to import torchvision beside a CPU torch.
+$(VENV)/bin/python $(BENCH)/bin/python: %/bin/python:
+	$(PYTHON) -m venv $* || python3 -m venv $*
+	@site=$$($@ -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 		cp vlm_stream/testing/torchvision_shim.py $$site/_torchvision_shim.py && \
 		echo "import _torchvision_shim; _torchvision_shim.install()" > $$site/torchvision_shim.pth
 
@@ -47,3 +59,9 @@ $(VENV)/.installed-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.installed-demo
+
+# One peer pins older releases of what the others need and works with the newer ones: it comes without dependencies.
+$(BENCH)/.installed: benchmarks/peers/requirements.txt benchmarks/peers/requirements-no-deps.txt | $(BENCH)/bin/python
+	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers/requirements.txt -e '.[video]'
+	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers/requirements-no-deps.txt
+	@touch $@
