@@ -168,6 +168,11 @@ def _resume_rows(found: Results) -> Iterable[Row]:
     yield "7 state, bytes", _each(late, lambda run: f"{run['state_bytes']:,}")
 
 
+def _continuity(run: dict[str, Any]) -> str:
+    reread = "not counted (mapped)" if run["reread"] is None else f"{run['reread']:,}"
+    return f"{reread}, {run['lost']:,}, {run['repeated']:,}"
+
+
 def _start_rows(found: Results) -> Iterable[Row]:
     for shards, runs in found.items():
         cells = {}
