@@ -83,7 +83,13 @@ class _Run(Run):
 
         source: dict[str, Any] = {}
         if opening.where.startswith("s3://"):
-            source = {"cache_dir": opening.scratch, "storage_options": _storage_options()}
+            source = {
+                "cache_dir": opening.scratch,
+                "storage_options": _storage_options(),
+                # A state names its cache folder and is refused beside another one, unless arguments may override it.
+                "force_override_state_dict": state is not None,
+            }
+            _allow_http()
         transforms = [from_columns] if opening.transform is None else [from_columns, opening.transform]
         dataset = litdata.StreamingDataset(
             opening.where,
@@ -117,6 +123,17 @@ class _Run(Run):
     def close(self) -> None:
         """Drop the loader: its workers stop when it is collected."""
         self._loader = None
+
+
+def _allow_http() -> None:
+    """Let its fast client, which takes none of the storage options, reach an endpoint without TLS.
+
+    It has no setting for that, and its older client is only a fallback: without this, no chunk could be read.
+    """
+    if os.environ["AWS_ENDPOINT_URL"].startswith("http://"):
+        from litdata.streaming import downloader
+
+        downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = "true"
 
 
 def _storage_options() -> dict[str, str]:

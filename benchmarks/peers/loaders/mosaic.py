@@ -83,6 +83,9 @@ class _Run(Run):
                 shuffle_seed=opening.seed,
                 shuffle_block_size=opening.shuffle or None,
             )
+        for stream in dataset.streams:
+            # Forked workers would share the connection that fetched the index, and mix up each other's shards.
+            stream._downloader.clean_up()
         self._loader: Any = StreamingDataLoader(
             dataset, batch_size=opening.batch_size, num_workers=opening.workers, collate_fn=_one_column
         )
