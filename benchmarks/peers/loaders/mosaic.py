@@ -1,18 +1,19 @@
 """MosaicML Streaming: MDS shards with an offset table, an order planned for the whole epoch, elastic resumption.
 
-Samples are a fixed set of MDS columns (see `columns`), bytes stored as they are.
+A sample's members are one pickled dict in one `bytes` column: columns are fixed for a dataset, and a column for each
+medium a sample may have was measured to cost more, since the sizes of all of them are unpacked for every sample.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.peers.loaders.base import Loader, Opening, Run
-from benchmarks.peers.loaders.columns import KEY, NAMES, TEXT, from_columns, media_columns, to_columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -40,13 +41,11 @@ class MosaicLoader(Loader):
         from streaming import MDSWriter
 
         kept = list(records)
-        media = media_columns(kept)
-        columns = {KEY: "str", NAMES: "str", TEXT: "bytes"} | dict.fromkeys(media, "bytes")
         total = sum(len(record.text) + sum(path.stat().st_size for _, path in record.media) for record in kept)
         size_limit = total * samples_per_shard // max(1, len(kept))
-        with MDSWriter(out=str(out), columns=columns, size_limit=size_limit) as writer:
+        with MDSWriter(out=str(out), columns={"sample": "bytes"}, size_limit=size_limit) as writer:
             for record in kept:
-                writer.write(to_columns(record, media))
+                writer.write({"sample": pickle.dumps({"__key__": record.key} | record.members())})
 
     def open(self, opening: Opening, state: bytes | None = None) -> Run:
         """Open the folder in place, or the prefix with its shards downloaded to the scratch folder."""
@@ -64,7 +63,7 @@ class _Run(Run):
             """Transforms in `__getitem__`, as its documentation shows."""
 
             def __getitem__(self, at: Any) -> Any:
-                members = from_columns(super().__getitem__(at))
+                members = pickle.loads(super().__getitem__(at)["sample"])
                 return members if transform is None else transform(members)
 
         transform: Callable[[dict[str, Any]], Any] | None = opening.transform
