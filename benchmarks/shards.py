@@ -1,15 +1,18 @@
 """Conversion speed as a ratio against copying the same media with plain tarfile, and memory at 100k and 1M records.
 
-    python benchmarks/shards.py speed [--samples 2000] [--workers 1,2] [--folder DIR]
+    python benchmarks/shards.py speed [--samples 4000] [--workers 1,2] [--folder DIR]
     python benchmarks/shards.py memory [--records 100000,1000000]
 
-Ratios are taken in one run, alternating, because machines are noisy: compare columns, not runs.
+Ratios are medians of alternations in one run, because machines are noisy: compare columns, not runs. `make_shards`
+leaves its shards on disk; plain tarfile leaves them to the system, so "tarfile, flushed" shows what the disk asks for.
+`--folder /dev/shm` takes the disk out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -17,9 +20,18 @@ import sys
 import tarfile
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+_FEW = 16
+"""Samples of a conversion that shows its fixed part."""
 
 
 def make_input(folder: Path, num_samples: int) -> Path:
@@ -50,12 +62,15 @@ def make_input(folder: Path, num_samples: int) -> Path:
     return path
 
 
-def copy_with_tarfile(data: Path, out: Path, samples_per_shard: int) -> tuple[float, float]:
+Seconds: TypeAlias = "tuple[float, float]"
+"""By the clock, and of CPU."""
+
+
+def copy_with_tarfile(data: Path, out: Path, samples_per_shard: int, *, flush: bool = False) -> None:
     """Copy the same JSON and media into tars, one process, no probing and no index."""
     import io
 
     out.mkdir(parents=True)
-    begin, cpu = time.perf_counter(), time.process_time()
     lines = data.read_text().splitlines()
     for first in range(0, len(lines), samples_per_shard):
         with tarfile.open(out / f"{first:06d}.tar", "w") as tar:
@@ -66,75 +81,86 @@ def copy_with_tarfile(data: Path, out: Path, samples_per_shard: int) -> tuple[fl
                 info.size = len(text)
                 tar.addfile(info, io.BytesIO(text))
                 tar.add(data.parent / record["images"][0], f"{number:09d}.0.jpg")
-    return time.perf_counter() - begin, time.process_time() - cpu
+        if flush:
+            with (out / f"{first:06d}.tar").open("rb") as file:
+                os.fsync(file.fileno())
 
 
-def time_conversion(data: Path, out: Path, workers: int, samples_per_shard: int) -> tuple[float, float]:
-    """Run the converter in a process of its own, by its own clock; return seconds and CPU seconds, imports included."""
+def time_here(convert: Callable[[], object], out: Path) -> Seconds:
+    """Run one conversion in this process, and remove what it made."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    convert()
+    seconds = time.perf_counter() - begin, time.process_time() - cpu
+    shutil.rmtree(out)
+    return seconds
+
+
+def time_process(data: Path, out: Path, workers: int, samples_per_shard: int) -> Seconds:
+    """Run the converter in a process of its own, its start and its imports included."""
     code = (
-        "import sys, json; from vlm_stream.shards import make_shards\n"
+        "import sys; from vlm_stream.shards import make_shards\n"
         "if __name__ == '__main__':\n"
         "    r = make_shards(sys.argv[1], sys.argv[2], media_dir=sys.argv[3], workers=int(sys.argv[4]),\n"
         "                    samples_per_shard=int(sys.argv[5]))\n"
-        "    print(json.dumps(r.to_dict()))\n"
+        "    assert r.num_dropped == 0, r\n"
     )
     script = out.parent / "convert.py"
     script.write_text(code)
     command = [sys.executable, str(script), str(data), str(out), str(data.parent), str(workers), str(samples_per_shard)]
     environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[1]), "PATH": "/usr/bin:/bin"}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    report = json.loads(result.stdout)
-    assert report["num_dropped"] == 0, report
-    return float(report["seconds"]), cpu
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run(command, check=True, env=environment)
+    seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    shutil.rmtree(out)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def run_speed(args: argparse.Namespace) -> None:
-    """Print ratios: one worker in this process, warm, in short alternations; then whole runs of several workers."""
+    """Print ratios of one worker in this process, warm; its fixed part; then whole processes of several workers."""
     from vlm_stream.shards import make_shards
 
+    def convert(data: Path) -> object:
+        return make_shards(data, out, media_dir=str(data.parent), samples_per_shard=args.per_shard)
+
     folder = Path(tempfile.mkdtemp(dir=args.folder, prefix="bench-shards-"))
+    out = folder / "out"
     try:
-        small = make_input(folder / "small", args.per_shard)
-        print(f"one worker, {args.repeats} alternations of {args.per_shard} samples ({_megabytes(small):.0f} MB)")
-        measured: dict[str, list[tuple[float, float]]] = {"tarfile": [], "make_shards": []}
-        for repeat in range(args.repeats):
-            out = folder / f"out{repeat}"
-            measured["tarfile"].append(copy_with_tarfile(small, out, args.per_shard))
-            shutil.rmtree(out)
-            begin, cpu = time.perf_counter(), time.process_time()
-            make_shards(small, out, media_dir=str(small.parent), samples_per_shard=args.per_shard)
-            measured["make_shards"].append((time.perf_counter() - begin, time.process_time() - cpu))
-            shutil.rmtree(out)
-        _print_rows(measured, _megabytes(small))
-        large = make_input(folder / "large", args.samples)
-        print(
-            f"\nwhole runs, {args.samples} samples ({_megabytes(large):.0f} MB), processes started and modules imported"
-        )
-        measured = {"tarfile": [copy_with_tarfile(large, folder / "plain", args.per_shard)]}
+        few = make_input(folder / "few", _FEW)
+        data = make_input(folder / "all", args.samples)
+        size = sum(path.stat().st_size for path in (data.parent / "media").iterdir()) / 1e6
+        time_here(partial(convert, few), out)  # imports
+        runs: dict[str, Callable[[], Seconds]] = {
+            "tarfile": lambda: time_here(lambda: copy_with_tarfile(data, out, args.per_shard), out),
+            "tarfile, flushed": lambda: time_here(
+                lambda: copy_with_tarfile(data, out, args.per_shard, flush=True), out
+            ),
+            "make_shards": lambda: time_here(partial(convert, data), out),
+            "of it fixed": lambda: time_here(partial(convert, few), out),
+        }
         for workers in args.workers:
-            out = folder / f"out-{workers}"
-            measured[f"{workers} worker(s)"] = [time_conversion(large, out, workers, args.per_shard)]
-            shutil.rmtree(out)
-        _print_rows(measured, _megabytes(large))
+            runs[f"process, {workers} worker(s)"] = partial(time_process, data, out, workers, args.per_shard)
+        runs["of it fixed (1)"] = partial(time_process, few, out, 1, args.per_shard)
+        print(f"{args.repeats} alternations of {args.samples} samples ({size:.0f} MB), {args.per_shard} in a shard")
+        measured: dict[str, list[Seconds]] = {name: [] for name in runs}
+        for _ in range(args.repeats):
+            for name, run in runs.items():
+                measured[name].append(run())
+        print_rows(measured, size)
     finally:
         shutil.rmtree(folder)
 
 
-def _megabytes(data: Path) -> float:
-    return sum(path.stat().st_size for path in (data.parent / "media").iterdir()) / 1e6
-
-
-def _print_rows(measured: dict[str, list[tuple[float, float]]], megabytes: float) -> None:
-    """Print the best wall-clock and CPU seconds of each, and their ratios to the first."""
-    best = {name: [min(times) for times in zip(*runs, strict=True)] for name, runs in measured.items()}
-    base, base_cpu = next(iter(best.values()))
-    print(f"{'':16}{'seconds':>9}{'MB/s':>7}{'ratio':>7}{'CPU s':>8}{'CPU ratio':>11}")
-    for name, (seconds, cpu) in best.items():
-        rates = f"{seconds:9.3f}{megabytes / seconds:7.0f}{base / seconds:7.2f}{cpu:8.3f}{base_cpu / cpu:11.2f}"
-        print(f"{name:16}{rates}", flush=True)
+def print_rows(measured: dict[str, list[Seconds]], megabytes: float) -> None:
+    """Print medians of seconds and CPU seconds, and of their ratios to the first of the same alternation."""
+    first = next(iter(measured.values()))
+    print(f"{'':22}{'seconds':>9}{'MB/s':>7}{'ratio':>7}{'CPU s':>8}{'CPU ratio':>11}")
+    for name, runs in measured.items():
+        seconds, cpu = (median(times) for times in zip(*runs, strict=True))
+        if "fixed" in name:  # the part that does not grow with the data
+            print(f"{name:22}{seconds:9.3f}{'':14}{cpu:8.3f}", flush=True)
+            continue
+        ratio, cpu_ratio = (median(a[i] / b[i] for a, b in zip(first, runs, strict=True)) for i in (0, 1))
+        print(f"{name:22}{seconds:9.3f}{megabytes / seconds:7.0f}{ratio:7.2f}{cpu:8.3f}{cpu_ratio:11.2f}", flush=True)
 
 
 def run_memory(args: argparse.Namespace) -> None:
@@ -190,10 +216,10 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     speed = commands.add_parser("speed")
-    speed.add_argument("--samples", type=int, default=2000)
+    speed.add_argument("--samples", type=int, default=4000)
     speed.add_argument("--per-shard", type=int, default=250)
     speed.add_argument("--workers", type=numbers, default=[1, 2])
-    speed.add_argument("--repeats", type=int, default=30)
+    speed.add_argument("--repeats", type=int, default=7)
     speed.add_argument("--folder")
     memory = commands.add_parser("memory")
     memory.add_argument("--records", type=numbers, default=[100_000, 1_000_000])

@@ -6,6 +6,7 @@ import base64
 import http.server
 import json
 import os
+import stat
 import struct
 import threading
 import zlib
@@ -16,7 +17,8 @@ import pytest
 
 from vlm_stream.errors import SourceError
 from vlm_stream.ledger import BadSample
-from vlm_stream.shards import load_manifest, make_shards, read_index
+from vlm_stream.shards import load_manifest, make_shards, media_bytes, read_index
+from vlm_stream.shards.media_bytes import MediaReader
 from vlm_stream.storage import open_store
 from vlm_stream.testing import make_jpeg, make_mp4, make_png_with_alpha, make_wav
 
@@ -108,6 +110,17 @@ def test_each_kind_of_bad_medium_is_named(media: Path, tmp_path: Path) -> None:
         found = bad[str(where)[:40]]
         assert (found.stage, found.reason) == ("convert", reason)
         assert re.search(sentence, found.detail), found.detail
+
+
+@pytest.mark.parametrize("known", [0, 1, 99, 100, 101, 10**6])
+def test_a_file_is_read_to_its_end_whatever_its_size_was(tmp_path: Path, monkeypatch, known: int) -> None:
+    path = tmp_path / "grows.bin"
+    path.write_bytes(bytes(range(100)))
+    found = list(path.stat())
+    found[stat.ST_SIZE] = known
+    monkeypatch.setattr(os, "stat", lambda *_, **__: os.stat_result(found))
+    monkeypatch.setattr(media_bytes, "_READ_BYTES", 7)
+    assert MediaReader().read(str(path), None) == bytes(range(100))
 
 
 def test_frame_numbers_that_are_none_are_named(media: Path, tmp_path: Path) -> None:

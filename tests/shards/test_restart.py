@@ -69,11 +69,15 @@ def test_killed_and_resumed_gives_the_same_bytes(toy_meta: Path, tmp_path: Path,
         make_shards(toy_meta, cut, samples_per_shard=4)
     with pytest.raises(ConfigError, match="samples_per_shard was 4 and is 5"):
         make_shards(toy_meta, cut, samples_per_shard=5, resume=True)
-    (cut / "shard-000002.tar").write_bytes(b"cut short")  # as after a power cut
+    num_notes = len(list(cut.glob(".job/shard-??????.json")))
+    finished = sorted(cut.glob(".job/shard-??????.json"))[:3]
+    (cut / f"{finished[0].stem}.tar").write_bytes(b"cut short")  # as after a power cut
+    (cut / f"{finished[1].stem}.index.parquet").write_bytes(b"cut short")
+    finished[2].write_bytes(b"")
 
     report = make_shards(toy_meta, cut, samples_per_shard=4, resume=True)
     make_shards(toy_meta, whole, samples_per_shard=4)
-    assert 0 < report.num_kept < report.num_shards == 50
+    assert 0 < report.num_kept == num_notes - 3 < report.num_shards == 50
     assert digests(cut) == digests(whole)
 
 
@@ -90,6 +94,28 @@ def test_full_disk_ends_with_a_sentence_and_can_be_continued(
     assert "Traceback" not in result.stderr
     make_shards(toy_meta, tmp_path / "out", samples_per_shard=64, resume=True)
     assert digests(tmp_path / "out") == digests(toy_shards)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux for the path of a descriptor")
+def test_shards_are_on_disk_before_the_manifest_promises_them(write_jsonl, tmp_path: Path, monkeypatch) -> None:
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+
+    monkeypatch.setattr(os, "fsync", record)
+    good = {"messages": [{"role": "user", "content": "hello"}]}
+    path = write_jsonl([good, good, {"messages": None}, good])
+    shards = {f"shard-{number:06d}{end}" for number in range(4) for end in (".tar", ".index.parquet")}
+    with pytest.raises(BadBudgetError):
+        make_shards(path, tmp_path / "out", samples_per_shard=1, bad_budget=0.2)
+    for settings in ({"resume": True}, {"overwrite": True}):  # all shards of an earlier run; all of this one
+        flushed.clear()
+        make_shards(path, tmp_path / "out", samples_per_shard=1, **settings)
+        manifest = max(number for number, name in enumerate(flushed) if name.startswith(".vlm-stream-"))
+        assert shards <= set(flushed[:manifest])
 
 
 def test_overwrite_replaces_only_what_is_ours(toy_meta: Path, tmp_path: Path, digests) -> None:

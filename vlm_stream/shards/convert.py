@@ -20,6 +20,7 @@ import numpy as np
 from vlm_stream.errors import BadBudgetError, ConfigError, NotFoundError
 from vlm_stream.shards.counting import open_counter
 from vlm_stream.shards.engines import open_engine
+from vlm_stream.shards.flush import flush_behind
 from vlm_stream.shards.job import (
     Job,
     check_same,
@@ -125,7 +126,8 @@ def make_shards(
         confine_media=options.confine_media,
         store=options.store,
     )
-    for part in engine.run(context, _missing_tasks(job, order, parts)):
+    coming = engine.run(context, _missing_tasks(job, order, parts))
+    for part in flush_behind(store.root, coming, kept=tuple(parts)) if is_local(store) else coming:
         parts[part.number] = part
         if on_part is not None:
             on_part(part, job.num_shards - num_kept)
@@ -221,23 +223,11 @@ def _finish(store: Store, job: Job, parts: dict[int, ShardPart], manifest: Manif
         home="" if is_local(store) else store.root,
         job=job.fingerprint,
     )
-    if is_local(store):
-        _flush(store, manifest)
     save_manifest(store, manifest)
     remove_job(store)
     if is_local(store):
         _sweep(Path(store.root))
     return manifest
-
-
-def _flush(store: Store, manifest: Manifest) -> None:
-    """Make the shards survive a power cut before the manifest promises them; by now most are on disk already."""
-    for shard in manifest.shards:
-        descriptor = os.open(Path(store.root, shard.name), os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _sweep(folder: Path) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vlm_stream.errors import DatasetError, NotFoundError
+from vlm_stream.shards.columns import to_array, to_numbers
 from vlm_stream.shards.layout import index_name
 from vlm_stream.shards.manifest import ShardEntry, Totals
 from vlm_stream.shards.schema import index_schema
@@ -149,7 +150,7 @@ def encode_index(rows: Sequence[SampleRow]) -> bytes:
 
     schema = index_schema()
     columns = zip(*(row.to_tuple() for row in rows), strict=True) if rows else [[] for _ in schema.names]
-    arrays = [pa.array(list(values), type=field.type) for values, field in zip(columns, schema, strict=True)]
+    arrays = [to_array(list(values), field.type) for values, field in zip(columns, schema, strict=True)]
     return _write(pa.table(arrays, schema=schema))
 
 
@@ -169,7 +170,7 @@ def recounted_index(data: bytes, text_tokens: Sequence[int]) -> bytes:
 
     table = _read(data, "index")
     number = table.schema.get_field_index("text_tokens")
-    return _write(table.set_column(number, "text_tokens", pa.array(text_tokens, type=pa.int32())))
+    return _write(table.set_column(number, "text_tokens", to_array(text_tokens, pa.int32())))
 
 
 def _read(data: bytes, where: str) -> pa.Table:
@@ -180,7 +181,8 @@ def _read(data: bytes, where: str) -> pa.Table:
     try:
         # One thread: an index is small, and hundreds are read side by side already.
         table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
-        return table.select(schema.names).cast(schema)
+        table = table.select(schema.names)
+        return table if table.schema.equals(schema) else table.cast(schema)  # a cast imports all of Arrow's functions
     except (pa.ArrowException, KeyError, ValueError, OSError) as error:
         raise DatasetError(
             f"{where} is not an index of this format ({error}): it was damaged or made by something else. "
@@ -200,21 +202,21 @@ def decode_index(data: bytes, *, where: str = "index") -> ShardIndex:
     member_splits, members = _ragged(columns["members"], ("offset", "size"))
     return ShardIndex(
         media=MediaColumns(
-            text_tokens=_numbers(columns["text_tokens"], np.int64),
+            text_tokens=to_numbers(columns["text_tokens"], np.int64),
             image_splits=image_splits,
             image_sizes=_stack(images, ("height", "width")),
             video_splits=video_splits,
             video_sizes=_stack(videos, ("frames", "height", "width")),
-            video_fps=_numbers(videos["fps"], np.float64),
-            video_seconds=_numbers(videos["seconds"], np.float64),
-            video_picked=_numbers(videos["picked"], np.int64),
+            video_fps=to_numbers(videos["fps"], np.float64),
+            video_seconds=to_numbers(videos["seconds"], np.float64),
+            video_picked=to_numbers(videos["picked"], np.int64),
             audio_splits=audio_splits,
             audio_sizes=_stack(audios, ("samples", "rate")),
         ),
         keys=columns["key"],
-        offset=_numbers(columns["offset"], np.int64),
-        size=_numbers(columns["size"], np.int64),
-        crc32c=_numbers(columns["crc32c"], np.uint32),
+        offset=to_numbers(columns["offset"], np.int64),
+        size=to_numbers(columns["size"], np.int64),
+        crc32c=to_numbers(columns["crc32c"], np.uint32),
         member_splits=member_splits,
         member_names=columns["members"].values.field("name"),
         member_places=_stack(members, ("offset", "size")),
@@ -226,24 +228,20 @@ def _plain(column: pa.ChunkedArray) -> pa.Array:
 
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):  # no rows: older pyarrow keeps it chunked
-        array = pa.concat_arrays(array.chunks) if array.chunks else pa.array([], type=column.type)
+        array = pa.concat_arrays(array.chunks) if array.chunks else to_array([], column.type)
     return array
-
-
-def _numbers(array: pa.Array, dtype: Any) -> npt.NDArray[Any]:
-    return array.to_numpy(zero_copy_only=False).astype(dtype)  # type: ignore[no-any-return]
 
 
 def _ragged(array: pa.ListArray, names: Sequence[str]) -> tuple[npt.NDArray[np.int64], dict[str, pa.Array]]:
     import numpy as np
 
-    return _numbers(array.offsets, np.int64), {name: array.values.field(name) for name in names}
+    return to_numbers(array.offsets, np.int64), {name: array.values.field(name) for name in names}
 
 
 def _stack(fields: dict[str, pa.Array], names: Sequence[str]) -> npt.NDArray[np.int64]:
     import numpy as np
 
-    return np.stack([_numbers(fields[name], np.int64) for name in names], axis=1)
+    return np.stack([to_numbers(fields[name], np.int64) for name in names], axis=1)
 
 
 def read_index(store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex:

@@ -137,7 +137,10 @@ def check_same(found: dict[str, Any], wanted: dict[str, Any], root: str) -> None
 
 
 def find_parts(store: Store, job: Job) -> dict[int, ShardPart]:
-    """Return the shards that are whole: noted as finished, and tar and index are there with the right size."""
+    """Return the shards that are whole: noted as finished, the tar is there with its size and the index with its bytes.
+
+    Nobody waited for the disk when they were written, so a note may have outlived a power cut that its shard did not.
+    """
     sizes = {info.path: info.size for info in store.list()}
     numbers = [number for number in range(job.num_shards) if part_name(number) in sizes]
 
@@ -145,9 +148,12 @@ def find_parts(store: Store, job: Job) -> dict[int, ShardPart]:
         name = shard_name(number)
         try:
             part = ShardPart.from_json(store.get(part_name(number)))
+            whole = (
+                sizes.get(name) == part.entry.totals.bytes
+                and hashlib.sha256(store.get(index_name(name))).hexdigest() == part.entry.index_sha256
+            )
         except (StorageError, ValueError, KeyError, TypeError):
             return None
-        whole = sizes.get(name) == part.entry.totals.bytes and sizes.get(index_name(name), 0) > 0
         return part if whole else None
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:

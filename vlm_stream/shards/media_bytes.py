@@ -12,7 +12,7 @@ import os
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote_to_bytes
 
 from vlm_stream.errors import AccessError, BadSampleError, ConfigError, NotFoundError, StorageError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from vlm_stream.storage import Store, StoreOptions
 
 __all__ = ["MediaReader"]
+
+_READ_BYTES: Final = 1 << 24
 
 
 @dataclass(slots=True)
@@ -109,10 +111,20 @@ class MediaReader:
 def _read_file(where: str) -> bytes:
     try:
         # A device or a pipe would be read for ever: only regular files are media.
-        if not stat.S_ISREG(os.stat(where).st_mode):  # noqa: PTH116 (Path costs more than the call, per file)
+        found = os.stat(where)  # noqa: PTH116 (Path costs more than the call, per file)
+        if not stat.S_ISREG(found.st_mode):
             raise _bad("not_a_file", f"{where} is a folder or a device, not a file.")
-        with open(where, "rb", buffering=0) as file:  # noqa: PTH123 (the same)
-            return file.readall()
+        descriptor = os.open(where, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        try:
+            data = os.read(descriptor, found.st_size + 1)  # one more, so that the end is seen in the same call
+            if len(data) == found.st_size:
+                return data
+            parts = [data]
+            while parts[-1]:  # it grew or shrank, or one call does not give so much
+                parts.append(os.read(descriptor, _READ_BYTES))
+            return b"".join(parts)
+        finally:
+            os.close(descriptor)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _bad("missing_file", f"there is no file {where}.") from error
     except (OSError, ValueError) as error:

@@ -12,11 +12,12 @@ import hashlib
 import json
 import logging
 import os
+import posixpath
 import tempfile
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from vlm_stream.errors import BadSampleError, StorageError
 from vlm_stream.ledger import BadSample
@@ -26,7 +27,7 @@ from vlm_stream.shards.layout import JOB_FOLDER, index_name, part_name, sample_k
 from vlm_stream.shards.manifest import ShardEntry, Totals
 from vlm_stream.shards.media_bytes import MediaReader
 from vlm_stream.shards.sample import build_sample
-from vlm_stream.shards.writer import ShardWriter
+from vlm_stream.shards.writer import ShardWriter, write_all
 from vlm_stream.storage import open_store
 from vlm_stream.storage.url import scheme_of
 
@@ -97,15 +98,13 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
     counter = open_counter(context.processor, trust_remote_code=context.trust_remote_code)
     reader = _open_reader(context.confine_media, context.store)
     bad: list[BadSample] = []
-    with _staged(store, name) as path:
-        with path.open("wb", buffering=0) as file:
-            writer = ShardWriter(file)
-            for record in task.records.tolist():
-                _add_record(writer, context.source, record, reader, counter, bad)
-            crc32c = writer.finish()
-        _publish(store, name, path)
+    with _staged(store, name) as file:
+        writer = ShardWriter(file)
+        for record in task.records.tolist():
+            _add_record(writer, context.source, record, reader, counter, bad)
+        crc32c = writer.finish()
     index = encode_index(writer.rows)
-    store.put(index_name(name), index)
+    _put(store, index_name(name), index)
     entry = ShardEntry(
         name=name,
         totals=decode_index(index).totals(writer.num_bytes),
@@ -114,7 +113,7 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
         etag=None if is_local(store) else store.head(name).etag,
     )
     part = ShardPart(number=task.number, entry=entry, bad=tuple(bad))
-    store.put(part_name(task.number), part.to_json().encode())
+    _put(store, part_name(task.number), part.to_json().encode())
     return part
 
 
@@ -169,33 +168,46 @@ def is_local(store: Store) -> bool:
     return scheme_of(store.root) == "file"
 
 
+def _put(store: Store, name: str, data: bytes) -> None:
+    """Let bytes appear under a name, whole.
+
+    A folder's own `put` waits for the disk, twice; shards wait for it once, together, before the manifest is written.
+    """
+    if not is_local(store):
+        store.put(name, data)
+        return
+    with _staged(store, name) as file:
+        write_all(file.fileno(), [data])
+
+
 @contextlib.contextmanager
-def _staged(store: Store, name: str) -> Iterator[Path]:
-    """Give a path for the unfinished tar: beside its target where a rename can finish it, else in the temp folder."""
+def _staged(store: Store, name: str) -> Iterator[IO[bytes]]:
+    """Give an unfinished file: beside its target where a rename can finish it, else in the temp folder.
+
+    It appears under its name, whole, when the block ends well.
+    """
     folder = None
     if is_local(store):
         folder = Path(store.root, JOB_FOLDER)
         folder.mkdir(parents=True, exist_ok=True)
-    descriptor, path = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=folder)
-    os.close(descriptor)
+    # Not opened a second time by its path: ext4 writes what was cut to nothing and filled again out at its close.
+    descriptor, temporary = tempfile.mkstemp(prefix=f"{posixpath.basename(name)}.", suffix=".tmp", dir=folder)
+    path = Path(temporary)
     try:
-        yield Path(path)
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            yield file
+        if folder is None:
+            store.put(name, path)
+        else:
+            path.chmod(0o666 & ~_umask())
+            path.replace(Path(store.root, name))
     except OSError as error:
         raise StorageError(
             f"{name} could not be written ({error.strerror or error}); what is finished is kept. "
             f"Free some space in {folder or tempfile.gettempdir()}, and go on with --resume."
         ) from error
     finally:
-        Path(path).unlink(missing_ok=True)
-
-
-def _publish(store: Store, name: str, path: Path) -> None:
-    """Let the finished tar appear under its name, whole."""
-    if not is_local(store):
-        store.put(name, path)
-        return
-    path.chmod(0o666 & ~_umask())
-    path.replace(Path(store.root, name))
+        path.unlink(missing_ok=True)
 
 
 def _umask() -> int:

@@ -19,7 +19,7 @@ from vlm_stream.shards.tar import END_OF_TAR, member_header, padding
 if TYPE_CHECKING:
     from vlm_stream.shards.sample import Sample
 
-__all__ = ["ShardWriter"]
+__all__ = ["ShardWriter", "write_all"]
 
 _BATCH_BYTES: Final = 1 << 20
 """Small samples are written together."""
@@ -78,10 +78,10 @@ class ShardWriter:
         pieces, self._batch, self._batch_bytes = self._batch, [], 0
         for piece in pieces:
             self._crc = google_crc32c.extend(self._crc, piece)
-        _write_all(self._file.fileno(), pieces)
+        write_all(self._file.fileno(), pieces)
 
 
-def _write_all(descriptor: int, pieces: list[bytes]) -> None:
+def write_all(descriptor: int, pieces: list[bytes]) -> None:
     """Write many pieces with few calls and no copies."""
     for first in range(0, len(pieces), _MAX_VECTORS):
         some = pieces[first : first + _MAX_VECTORS]
