@@ -20,7 +20,7 @@ from vlm_stream.encode.compact import find_compact_path
 from vlm_stream.encode.config import EncodeConfig
 from vlm_stream.encode.fake_image import has_media, inject_fake_image, mask_vision_tokens
 from vlm_stream.encode.fit_length import fit_length
-from vlm_stream.encode.labels import IGNORE, SEQUENCE_KEYS, label_answers, wants_training
+from vlm_stream.encode.labels import SEQUENCE_KEYS, has_labels, label_answers, wants_training
 from vlm_stream.encode.load_media import LoadedMedia, load_media, processor_reads
 from vlm_stream.encode.marker_scan import build_labels_from_template
 from vlm_stream.encode.media_tokens import check_media_tokens
@@ -127,7 +127,7 @@ class Encoder:
         if self.config.max_length is not None:
             sample = fit_length(self.processor, sample, self.config.max_length, self.config.overlong)
         check_media_tokens(self.processor, sample["input_ids"], sample)
-        if not self.config.allow_unlabelled and bool((sample["labels"] == IGNORE).all()):
+        if not self.config.allow_unlabelled and not has_labels(sample["labels"].numpy()):
             raise BadSampleError("encode", "no_labels", "No token of the sample is to be learned: no answer is left.")
         if is_faked:
             sample["attention_mask"] = mask_vision_tokens(self.processor, sample["input_ids"], sample["attention_mask"])

@@ -16,6 +16,7 @@ holds any character of the answer is labelled.
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -28,18 +29,22 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["IGNORE", "SEQUENCE_KEYS", "header_ends", "label_answers", "wants_training"]
+__all__ = ["IGNORE", "SEQUENCE_KEYS", "has_labels", "header_ends", "label_answers", "wants_training"]
 
 IGNORE: Final = -100
 _MAX_TAILS: Final = 256
+_LONGEST_TAIL: Final = 64
 SEQUENCE_KEYS: Final = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
 """Tensors with one entry per token."""
 
 
 def wants_training(conversation: Sequence[dict[str, Any]]) -> list[bool]:
     """Say for each assistant turn whether it is to be learned: `"train": false` and `"weight": 0` switch it off."""
-    turns = (message for message in conversation if message.get("role") == "assistant")
-    return [bool(turn.get("train", True)) and turn.get("weight", 1) != 0 for turn in turns]
+    return [
+        bool(message.get("train", True)) and message.get("weight", 1) != 0
+        for message in conversation
+        if message.get("role") == "assistant"
+    ]
 
 
 def label_answers(
@@ -51,7 +56,8 @@ def label_answers(
         BadSampleError: When text and ids cannot be brought together, or when single turns are switched off and the
             template did not write one answer per assistant turn.
     """
-    labels = np.full(len(ids), IGNORE, dtype=np.int64)
+    labels = np.empty(len(ids), dtype=np.int64)
+    labels.fill(IGNORE)
     spans = rendered.spans if rendered.spans is not None else _answer_spans(chat, rendered.text)
     if len(spans) != len(train) and not all(train):
         raise BadSampleError(
@@ -70,6 +76,11 @@ def label_answers(
     return labels
 
 
+def has_labels(labels: npt.NDArray[np.int64]) -> bool:
+    """Say whether anything is to be learned; IGNORE is below every id."""
+    return len(labels) > 0 and int(labels[labels.argmax()]) != IGNORE
+
+
 def _answer_spans(chat: ChatFormat, text: str) -> list[tuple[int, int | None]]:
     """Return where answers begin; and where they end, for templates that write no token there."""
     begins = header_ends(chat, text)
@@ -84,7 +95,7 @@ def header_ends(chat: ChatFormat, text: str) -> list[int]:
     if chat.header_pattern is None:
         return []
     blanks = chat.header[len(chat.header.rstrip()) :]
-    ends = (match.end() for match in chat.header_pattern.finditer(text))
+    ends = [match.end() for match in chat.header_pattern.finditer(text)]
     return [end + len(blanks) if text.startswith(blanks, end) else end for end in ends]
 
 
@@ -94,21 +105,18 @@ class _Places:
     def __init__(self, processor: Any, chat: ChatFormat, text: str, ids: npt.NDArray[np.int64]) -> None:
         self._tokenizer = tokenizer_of(processor)
         self._chat, self._text, self._ids = chat, text, ids
-        marks = list(chat.chat_pattern.finditer(text)) if chat.chat_pattern else []
-        self._mark_ends = [mark.end() for mark in marks]
-        self._positions = self._align(np.asarray([chat.chat_ids[mark.group()] for mark in marks], dtype=np.int64))
+        pieces = chat.chat_pattern.split(text) if chat.chat_pattern else [text]  # every second one is a chat token
+        self._mark_ends = list(accumulate(map(len, pieces)))[1::2]
+        self._positions = self._align([chat.chat_ids[mark] for mark in pieces[1::2]])
 
-    def _align(self, written: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+    def _align(self, written: list[int]) -> list[int]:
         """Return the positions of the template's chat tokens in the ids."""
-        is_chat = np.zeros(len(self._ids), dtype=bool)
-        for token_id in self._chat.chat_ids.values():
-            is_chat |= self._ids == token_id
-        positions = np.flatnonzero(is_chat)
+        places = self._chat.is_chat.take(self._ids + 1, mode="clip").nonzero()[0]
+        found, positions = self._ids[places].tolist(), places.tolist()
         # A tokenizer may put a token of its own in front (bos) or behind (eos).
         for skip in range(len(positions) - len(written) + 1):
-            window = positions[skip : skip + len(written)]
-            if np.array_equal(self._ids[window], written):
-                return window
+            if found[skip : skip + len(written)] == written:
+                return positions[skip : skip + len(written)]
         raise BadSampleError(
             "encode",
             "label_mismatch",
@@ -118,13 +126,13 @@ class _Places:
     def token_at(self, char: int) -> int:
         """Return the first token that holds the character or a later one."""
         after, tail = self._from_mark(char)
-        return after + self._tokens_inside(tail, self._ids[after:])
+        return after + self._tokens_inside(tail, after)
 
     def token_after(self, char: int) -> int:
         """Return the first token that holds no character before `char`; a stop token there belongs to the answer."""
         after, tail = self._from_mark(char)
-        inside = self._tokens_inside(tail, self._ids[after:])
-        is_whole = self._decode(self._ids[after : after + inside]) == tail
+        inside = self._tokens_inside(tail, after)
+        is_whole = self._decode(self._ids[after : after + inside].tolist()) == tail
         end = after + inside + (0 if is_whole else 1)
         return end + 1 if end < len(self._ids) and int(self._ids[end]) in self._chat.stop_ids else end
 
@@ -133,7 +141,7 @@ class _Places:
         following = bisect_right(self._mark_ends, begin_char)
         if following >= len(self._positions):
             return len(self._ids)
-        end = int(self._positions[following])
+        end = self._positions[following]
         return end + 1 if int(self._ids[end]) in self._chat.stop_ids else end
 
     def _from_mark(self, char: int) -> tuple[int, str]:
@@ -141,28 +149,29 @@ class _Places:
         mark = bisect_right(self._mark_ends, char) - 1
         if mark < 0:
             return 0, self._text[:char]
-        return int(self._positions[mark]) + 1, self._text[self._mark_ends[mark] : char]
+        return self._positions[mark] + 1, self._text[self._mark_ends[mark] : char]
 
-    def _tokens_inside(self, tail: str, ids: npt.NDArray[np.int64]) -> int:
-        """Return how many tokens lie wholly inside `tail`, which begins where the ids begin."""
+    def _tokens_inside(self, tail: str, after: int) -> int:
+        """Return how many tokens lie wholly inside `tail`, which begins with the token at `after`."""
         if not tail:
             return 0
         alone = self._encode(tail)
-        length = min(len(alone), len(ids))
-        same = alone[:length] == ids[:length]
-        count = length if same.all() else int(np.argmin(same))
-        while count < len(alone) and count < len(ids) and len(self._decode(ids[: count + 1])) <= len(tail):
+        ids = self._ids[after : after + len(alone)].tolist()
+        if ids == alone:
+            return len(alone)
+        count = next((i for i, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), len(ids))
+        while count < len(ids) and len(self._decode(ids[: count + 1])) <= len(tail):
             count += 1  # the same characters in other tokens
         return count
 
-    def _encode(self, tail: str) -> npt.NDArray[np.int64]:
-        """Return the ids of a short text; headers end with the same few characters in every sample."""
+    def _encode(self, tail: str) -> list[int]:
+        """Return the ids of a text; headers end with the same few characters in every sample, so these are kept."""
         known = self._chat.tails.get(tail)
         if known is None:
-            known = np.asarray(self._tokenizer(tail, add_special_tokens=False)["input_ids"], dtype=np.int64)
-            if len(self._chat.tails) < _MAX_TAILS:
+            known = [int(token) for token in self._tokenizer(tail, add_special_tokens=False)["input_ids"]]
+            if len(tail) <= _LONGEST_TAIL and len(self._chat.tails) < _MAX_TAILS:
                 self._chat.tails[tail] = known
         return known
 
-    def _decode(self, ids: npt.NDArray[np.int64]) -> str:
-        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
