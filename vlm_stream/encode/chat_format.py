@@ -44,6 +44,8 @@ class ChatFormat:
     """What opens an answer, such as `<|im_start|>assistant` and a newline; empty when it could not be learned."""
     header_pattern: re.Pattern[str] | None
     """Finds the headers in a rendered text, without their last blanks."""
+    opener: str | None
+    """The chat token that every header begins with; None: headers are more than one literal text after one token."""
     closing: str
     """What the template writes after the last answer."""
     end_pattern: re.Pattern[str] | None
@@ -53,7 +55,7 @@ class ChatFormat:
     stop_ids: frozenset[int]
     """Those that end an answer."""
     is_chat: npt.NDArray[np.bool_]
-    """At id + 1: whether it is one of `chat_ids`. The entries at both ends stand for all ids beyond them."""
+    """At each id: whether it is one of `chat_ids`. The last entry stands for all ids beyond."""
     control: re.Pattern[str] | None
     """Finds what must not become tokens when it is typed: chat tokens, media tokens, a header without tokens."""
     control_signs: tuple[str, ...]
@@ -83,7 +85,8 @@ def chat_format(processor: Any) -> ChatFormat:
 
 def tokenizer_of(processor: Any) -> Any:
     """Return the processor's tokenizer (the processor itself when it is one)."""
-    return getattr(processor, "tokenizer", None) or processor
+    tokenizer = getattr(processor, "tokenizer", None)
+    return processor if tokenizer is None else tokenizer  # not `or`: the truth of a tokenizer is its counted vocabulary
 
 
 def template_of(processor: Any) -> str | None:
@@ -149,9 +152,11 @@ def _learn(processor: Any, template: str | None) -> ChatFormat:
     openers = [] if stop is not None else _openers(processor, form, header)
     control |= {text.strip() for text in (header, *openers) if text.strip() and not _added_in(text, added)}
     chat_ids = {token: added[token] for token in chat}
+    header_pattern, chat_pattern = _header_pattern(header, chat, stops), _alternation(chat, "({})")
     return ChatFormat(
         header=header,
-        header_pattern=_header_pattern(header, chat, stops),
+        header_pattern=header_pattern,
+        opener=_opener(header, header_pattern, chat_pattern),
         closing=scaffold[-1],
         end_pattern=_alternation({opener.rstrip() for opener in openers}),
         chat_ids=chat_ids,
@@ -159,18 +164,25 @@ def _learn(processor: Any, template: str | None) -> ChatFormat:
         is_chat=_table(chat_ids.values()),
         control=_alternation(control),
         control_signs=tuple(sorted({_rarest(text) for text in control if text})),
-        chat_pattern=_alternation(chat, "({})"),
+        chat_pattern=chat_pattern,
         content_form=form,
         has_generation_tags=template is not None and re.search(r"\{%-?\s*generation\b", template) is not None,
     )
 
 
 def _table(ids: Iterable[int]) -> npt.NDArray[np.bool_]:
-    """Return the array in which `array.take(ids + 1, mode="clip")` looks ids up in one operation."""
+    """Return the array in which `array.take(ids, mode="clip")` looks ids up in one operation."""
     known = list(ids)
-    table = np.zeros(max(known, default=-1) + 3, dtype=bool)
-    table[[token_id + 1 for token_id in known]] = True
+    table = np.zeros(max(known, default=-1) + 2, dtype=bool)
+    table[known] = True
     return table
+
+
+def _opener(header: str, pattern: re.Pattern[str] | None, chat_pattern: re.Pattern[str] | None) -> str | None:
+    if pattern is None or chat_pattern is None or pattern.pattern != re.escape(header.rstrip()):
+        return None
+    marks = chat_pattern.findall(header)
+    return str(marks[0]) if len(marks) == 1 and header.startswith(marks[0]) else None
 
 
 def _rarest(text: str) -> str:

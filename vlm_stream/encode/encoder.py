@@ -31,6 +31,7 @@ from vlm_stream.tokens import FAKE_IMAGE_SIZE, ImageSize
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy.typing as npt
     import torch
 
     from vlm_stream.conversation import Conversation
@@ -123,11 +124,12 @@ class Encoder:
         sample = {key: value[0] if key in SEQUENCE_KEYS else value for key, value in batch.items()}
         if markers is not None:
             sample |= self.splice(sample, rendered, markers)
-        sample["labels"] = self.label(conversation, rendered, sample["input_ids"])
+        labels = self._labels(conversation, rendered, sample["input_ids"])
+        sample["labels"] = _as_tensor(labels)
         if self.config.max_length is not None:
             sample = fit_length(self.processor, sample, self.config.max_length, self.config.overlong)
         check_media_tokens(self.processor, sample["input_ids"], sample)
-        if not self.config.allow_unlabelled and not has_labels(sample["labels"].numpy()):
+        if not self.config.allow_unlabelled and not has_labels(labels[: self.config.max_length]):
             raise BadSampleError("encode", "no_labels", "No token of the sample is to be learned: no answer is left.")
         if is_faked:
             sample["attention_mask"] = mask_vision_tokens(self.processor, sample["input_ids"], sample["attention_mask"])
@@ -148,10 +150,12 @@ class Encoder:
 
     def label(self, conversation: Conversation, rendered: Rendered, ids: torch.Tensor) -> torch.Tensor:
         """Return labels for ids [S] without padding."""
+        return _as_tensor(self._labels(conversation, rendered, ids))
+
+    def _labels(self, conversation: Conversation, rendered: Rendered, ids: torch.Tensor) -> npt.NDArray[np.int64]:
         if rendered.spans is None and not self.chat.header:
-            return build_labels_from_template(ids[None], [conversation], self.processor)[0]
-        train = wants_training(conversation)
-        return _as_tensor(label_answers(self.processor, self.chat, rendered, ids.numpy(), train))
+            return build_labels_from_template(ids[None], [conversation], self.processor)[0].numpy()
+        return label_answers(self.processor, self.chat, rendered, ids.numpy(), wants_training(conversation))
 
     def splice(
         self, row: Mapping[str, torch.Tensor], rendered: Rendered, markers: TypedMarkers

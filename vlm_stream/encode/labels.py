@@ -36,6 +36,7 @@ _MAX_TAILS: Final = 256
 _LONGEST_TAIL: Final = 64
 SEQUENCE_KEYS: Final = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
 """Tensors with one entry per token."""
+_IGNORED: Final = np.full(32_768, IGNORE, dtype=np.int64)  # a copy of its beginning costs less than filling anew
 
 
 def wants_training(conversation: Sequence[dict[str, Any]]) -> list[bool]:
@@ -56,38 +57,26 @@ def label_answers(
         BadSampleError: When text and ids cannot be brought together, or when single turns are switched off and the
             template did not write one answer per assistant turn.
     """
-    labels = np.empty(len(ids), dtype=np.int64)
-    labels.fill(IGNORE)
-    spans = rendered.spans if rendered.spans is not None else _answer_spans(chat, rendered.text)
-    if len(spans) != len(train) and not all(train):
+    places = _Places(processor, chat, rendered, ids)
+    ranges = places.answers()
+    if len(ranges) != len(train) and not all(train):
         raise BadSampleError(
             "encode",
             "label_mismatch",
-            f"The template wrote {len(spans)} answers for {len(train)} assistant turns, so 'train': false cannot be "
+            f"The template wrote {len(ranges)} answers for {len(train)} assistant turns, so 'train': false cannot be "
             "honoured.",
         )
-    places = _Places(processor, chat, rendered.text, ids)
-    for turn, (begin_char, end_char) in enumerate(spans):
-        if len(spans) == len(train) and not train[turn]:
-            continue
-        begin = places.token_at(begin_char)
-        end = places.answer_end(begin_char) if end_char is None else places.token_after(end_char)
-        labels[begin:end] = ids[begin:end]
+    length = len(ids)
+    labels = _IGNORED[:length].copy() if length <= len(_IGNORED) else np.full(length, IGNORE, dtype=np.int64)
+    for turn, (begin, end) in enumerate(ranges):
+        if len(ranges) != len(train) or train[turn]:
+            labels[begin:end] = ids[begin:end]
     return labels
 
 
 def has_labels(labels: npt.NDArray[np.int64]) -> bool:
     """Say whether anything is to be learned; IGNORE is below every id."""
     return len(labels) > 0 and int(labels[labels.argmax()]) != IGNORE
-
-
-def _answer_spans(chat: ChatFormat, text: str) -> list[tuple[int, int | None]]:
-    """Return where answers begin; and where they end, for templates that write no token there."""
-    begins = header_ends(chat, text)
-    if chat.end_pattern is None:
-        return [(begin, None) for begin in begins]
-    nexts = (chat.end_pattern.search(text, begin) for begin in begins)
-    return [(begin, found.start() if found else len(text)) for begin, found in zip(begins, nexts, strict=True)]
 
 
 def header_ends(chat: ChatFormat, text: str) -> list[int]:
@@ -100,19 +89,59 @@ def header_ends(chat: ChatFormat, text: str) -> list[int]:
 
 
 class _Places:
-    """Where characters of a rendered text lie in its ids; chat tokens are the fixed points."""
+    """Where the pieces of a rendered text lie in its ids; chat tokens are the fixed points."""
 
-    def __init__(self, processor: Any, chat: ChatFormat, text: str, ids: npt.NDArray[np.int64]) -> None:
-        self._tokenizer = tokenizer_of(processor)
-        self._chat, self._text, self._ids = chat, text, ids
-        pieces = chat.chat_pattern.split(text) if chat.chat_pattern else [text]  # every second one is a chat token
-        self._mark_ends = list(accumulate(map(len, pieces)))[1::2]
-        self._positions = self._align([chat.chat_ids[mark] for mark in pieces[1::2]])
+    def __init__(self, processor: Any, chat: ChatFormat, rendered: Rendered, ids: npt.NDArray[np.int64]) -> None:
+        self._processor, self._chat, self._rendered, self._ids = processor, chat, rendered, ids
+        text = rendered.text
+        self._pieces = chat.chat_pattern.split(text) if chat.chat_pattern else [text]  # every second is a chat token
+        self._mark_ids = [chat.chat_ids[mark] for mark in self._pieces[1::2]]
+        self._positions = self._align(self._mark_ids)
+
+    def answers(self) -> list[tuple[int, int]]:
+        """Return begin and end of each answer in tokens."""
+        if self._rendered.spans is None and self._chat.opener is not None and self._chat.end_pattern is None:
+            return self._answers_after_openers(self._chat.opener)
+        return self.answers_by_characters()
+
+    def _answers_after_openers(self, opener: str) -> list[tuple[int, int]]:
+        """Return the same for headers of one chat token and a text: these need no search and no counting."""
+        header = self._chat.header[len(opener) :]
+        solid = header.rstrip()
+        found = []
+        for mark, piece in enumerate(self._pieces[2::2]):
+            if self._pieces[2 * mark + 1] == opener and piece.startswith(solid):
+                after = self._positions[mark] + 1
+                begin = after + self._tokens_inside(header if piece.startswith(header) else solid, after)
+                found.append((begin, self._end_at(mark + 1)))
+        return found
+
+    def answers_by_characters(self) -> list[tuple[int, int]]:
+        """Return the same for every template."""
+        self._mark_ends = list(accumulate(map(len, self._pieces)))[1::2]
+        spans = self._rendered.spans
+        found = []
+        for begin, end in self._answer_spans() if spans is None else spans:
+            last_token = self._end_at(bisect_right(self._mark_ends, begin)) if end is None else self._token_after(end)
+            found.append((self._token_at(begin), last_token))
+        return found
+
+    def _answer_spans(self) -> list[tuple[int, int | None]]:
+        """Return where answers begin; and where they end, for templates that write no token there."""
+        text, end_pattern = self._rendered.text, self._chat.end_pattern
+        begins = header_ends(self._chat, text)
+        if end_pattern is None:
+            return [(begin, None) for begin in begins]
+        nexts = (end_pattern.search(text, begin) for begin in begins)
+        return [(begin, found.start() if found else len(text)) for begin, found in zip(begins, nexts, strict=True)]
 
     def _align(self, written: list[int]) -> list[int]:
         """Return the positions of the template's chat tokens in the ids."""
-        places = self._chat.is_chat.take(self._ids + 1, mode="clip").nonzero()[0]
-        found, positions = self._ids[places].tolist(), places.tolist()
+        places = self._chat.is_chat.take(self._ids, mode="clip").nonzero()[0]
+        found, positions = self._ids.take(places).tolist(), places.tolist()
+        if found and min(found) < 0:  # to `clip`, ids below 0 are 0
+            positions = [position for position, token_id in zip(positions, found, strict=True) if token_id >= 0]
+            found = [token_id for token_id in found if token_id >= 0]
         # A tokenizer may put a token of its own in front (bos) or behind (eos).
         for skip in range(len(positions) - len(written) + 1):
             if found[skip : skip + len(written)] == written:
@@ -123,12 +152,12 @@ class _Places:
             f"The text holds {len(written)} chat tokens and the ids hold {len(positions)}: labels cannot be placed.",
         )
 
-    def token_at(self, char: int) -> int:
+    def _token_at(self, char: int) -> int:
         """Return the first token that holds the character or a later one."""
         after, tail = self._from_mark(char)
         return after + self._tokens_inside(tail, after)
 
-    def token_after(self, char: int) -> int:
+    def _token_after(self, char: int) -> int:
         """Return the first token that holds no character before `char`; a stop token there belongs to the answer."""
         after, tail = self._from_mark(char)
         inside = self._tokens_inside(tail, after)
@@ -136,20 +165,18 @@ class _Places:
         end = after + inside + (0 if is_whole else 1)
         return end + 1 if end < len(self._ids) and int(self._ids[end]) in self._chat.stop_ids else end
 
-    def answer_end(self, begin_char: int) -> int:
-        """Return where the answer ends: after its stop token, before a chat token that is none, or with the ids."""
-        following = bisect_right(self._mark_ends, begin_char)
-        if following >= len(self._positions):
+    def _end_at(self, mark: int) -> int:
+        """Return where an answer before this chat token ends: after it if it is a stop token; with the ids if none."""
+        if mark >= len(self._positions):
             return len(self._ids)
-        end = self._positions[following]
-        return end + 1 if int(self._ids[end]) in self._chat.stop_ids else end
+        return self._positions[mark] + (1 if self._mark_ids[mark] in self._chat.stop_ids else 0)
 
     def _from_mark(self, char: int) -> tuple[int, str]:
         """Return the position after the last chat token before `char`, and the text from there to `char`."""
         mark = bisect_right(self._mark_ends, char) - 1
         if mark < 0:
-            return 0, self._text[:char]
-        return self._positions[mark] + 1, self._text[self._mark_ends[mark] : char]
+            return 0, self._rendered.text[:char]
+        return self._positions[mark] + 1, self._rendered.text[self._mark_ends[mark] : char]
 
     def _tokens_inside(self, tail: str, after: int) -> int:
         """Return how many tokens lie wholly inside `tail`, which begins with the token at `after`."""
@@ -168,10 +195,11 @@ class _Places:
         """Return the ids of a text; headers end with the same few characters in every sample, so these are kept."""
         known = self._chat.tails.get(tail)
         if known is None:
-            known = [int(token) for token in self._tokenizer(tail, add_special_tokens=False)["input_ids"]]
+            known = [int(token) for token in tokenizer_of(self._processor)(tail, add_special_tokens=False)["input_ids"]]
             if len(tail) <= _LONGEST_TAIL and len(self._chat.tails) < _MAX_TAILS:
                 self._chat.tails[tail] = known
         return known
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        tokenizer = tokenizer_of(self._processor)
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

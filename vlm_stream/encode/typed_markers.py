@@ -78,12 +78,14 @@ def _strings(conversation: Conversation) -> list[str]:
     found: list[str] = []
     left: list[Any] = list(conversation)
     for value in left:  # it grows on the way
-        if isinstance(value, str):
-            found.append(value)
-        elif isinstance(value, dict):
-            left += [item for key, item in value.items() if key not in _KEPT_KEYS]
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if key not in _KEPT_KEYS:
+                    (found if isinstance(item, str) else left).append(item)
         elif isinstance(value, list):
             left += value
+        elif isinstance(value, str):
+            found.append(value)
     return found
 
 
