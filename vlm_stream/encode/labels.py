@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["IGNORE", "SEQUENCE_KEYS", "has_labels", "header_ends", "label_answers", "wants_training"]
+__all__ = ["IGNORE", "SEQUENCE_KEYS", "has_labels", "label_answers", "wants_training"]
 
 IGNORE: Final = -100
 _MAX_TAILS: Final = 256
@@ -57,8 +57,11 @@ def label_answers(
         BadSampleError: When text and ids cannot be brought together, or when single turns are switched off and the
             template did not write one answer per assistant turn.
     """
-    places = _Places(processor, chat, rendered, ids)
-    ranges = places.answers()
+    marks = _find_marks(chat, rendered.text, ids)
+    if rendered.spans is None and chat.opener is not None and chat.end_pattern is None:
+        ranges = _answers_after(chat.opener, processor, chat, marks, ids)
+    else:
+        ranges = _Places(processor, chat, rendered, marks, ids).answers()
     if len(ranges) != len(train) and not all(train):
         raise BadSampleError(
             "encode",
@@ -79,127 +82,141 @@ def has_labels(labels: npt.NDArray[np.int64]) -> bool:
     return len(labels) > 0 and int(labels[labels.argmax()]) != IGNORE
 
 
-def header_ends(chat: ChatFormat, text: str) -> list[int]:
-    """Return for each answer in the text where its header ends (its own last blanks count if they were written)."""
-    if chat.header_pattern is None:
-        return []
-    blanks = chat.header[len(chat.header.rstrip()) :]
-    ends = [match.end() for match in chat.header_pattern.finditer(text)]
-    return [end + len(blanks) if text.startswith(blanks, end) else end for end in ends]
+class _Marks(NamedTuple):
+    """The chat tokens of a rendered text."""
+
+    pieces: list[str]
+    """The text; every second piece is a chat token."""
+    ids: list[int]
+    positions: list[int]
+    """Where these ids lie in those of the sample."""
+
+
+def _find_marks(chat: ChatFormat, text: str, ids: npt.NDArray[np.int64]) -> _Marks:
+    pieces = chat.chat_pattern.split(text) if chat.chat_pattern else [text]
+    written = [chat.chat_ids[mark] for mark in pieces[1::2]]
+    places = chat.is_chat.take(ids, mode="clip").nonzero()[0]
+    found, positions = ids.take(places).tolist(), places.tolist()
+    if found == written:
+        return _Marks(pieces, written, positions)
+    if found and min(found) < 0:  # to `clip`, ids below 0 are 0
+        positions = [position for position, token_id in zip(positions, found, strict=True) if token_id >= 0]
+        found = [token_id for token_id in found if token_id >= 0]
+    # A tokenizer may put a token of its own in front (bos) or behind (eos).
+    for skip in range(len(found) - len(written) + 1):
+        if found[skip : skip + len(written)] == written:
+            return _Marks(pieces, written, positions[skip : skip + len(written)])
+    raise BadSampleError(
+        "encode",
+        "label_mismatch",
+        f"The text holds {len(written)} chat tokens and the ids hold {len(found)}: labels cannot be placed.",
+    )
+
+
+def _answers_after(
+    opener: str, processor: Any, chat: ChatFormat, marks: _Marks, ids: npt.NDArray[np.int64]
+) -> list[tuple[int, int]]:
+    """Return begin and end of each answer in tokens, for headers of one chat token and a text.
+
+    It is what `_Places` gives, without a second search of the text and without counting characters.
+    """
+    pieces, mark_ids, positions = marks
+    header = chat.header[len(opener) :]
+    solid = header.rstrip()
+    opener_id = chat.chat_ids[opener]
+    ends = [at + 1 if mark_id in chat.stop_ids else at for mark_id, at in zip(mark_ids, positions, strict=True)]
+    ends.append(len(ids))
+    found = []
+    for mark, mark_id in enumerate(mark_ids):
+        if mark_id == opener_id and (piece := pieces[2 * mark + 2]).startswith(solid):
+            after = positions[mark] + 1
+            tail = header if piece.startswith(header) else solid
+            found.append((after + _tokens_inside(tail, after, ids, processor, chat), ends[mark + 1]))
+    return found
+
+
+def _tokens_inside(tail: str, after: int, ids: npt.NDArray[np.int64], processor: Any, chat: ChatFormat) -> int:
+    """Return how many tokens lie wholly inside `tail`, which begins with the token at `after`."""
+    if not tail:
+        return 0
+    alone = chat.tails.get(tail)
+    if alone is None:
+        alone = [int(token) for token in tokenizer_of(processor)(tail, add_special_tokens=False)["input_ids"]]
+        # Headers end with the same few characters in every sample; answers do not come again.
+        if len(tail) <= _LONGEST_TAIL and len(chat.tails) < _MAX_TAILS:
+            chat.tails[tail] = alone
+    present = ids[after : after + len(alone)].tolist()
+    if present == alone:
+        return len(alone)
+    count = next((i for i, (a, b) in enumerate(zip(alone, present, strict=False)) if a != b), len(present))
+    while count < len(present) and len(_decode(processor, present[: count + 1])) <= len(tail):
+        count += 1  # the same characters in other tokens
+    return count
+
+
+def _decode(processor: Any, ids: list[int]) -> str:
+    tokenizer = tokenizer_of(processor)
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 class _Places:
-    """Where the pieces of a rendered text lie in its ids; chat tokens are the fixed points."""
+    """Where characters of a rendered text lie in its ids; chat tokens are the fixed points."""
 
-    def __init__(self, processor: Any, chat: ChatFormat, rendered: Rendered, ids: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self, processor: Any, chat: ChatFormat, rendered: Rendered, marks: _Marks, ids: npt.NDArray[np.int64]
+    ) -> None:
         self._processor, self._chat, self._rendered, self._ids = processor, chat, rendered, ids
-        text = rendered.text
-        self._pieces = chat.chat_pattern.split(text) if chat.chat_pattern else [text]  # every second is a chat token
-        self._mark_ids = [chat.chat_ids[mark] for mark in self._pieces[1::2]]
-        self._positions = self._align(self._mark_ids)
+        self._marks = marks
+        self._mark_ends = list(accumulate(map(len, marks.pieces)))[1::2]
 
     def answers(self) -> list[tuple[int, int]]:
         """Return begin and end of each answer in tokens."""
-        if self._rendered.spans is None and self._chat.opener is not None and self._chat.end_pattern is None:
-            return self._answers_after_openers(self._chat.opener)
-        return self.answers_by_characters()
+        spans = self._rendered.spans if self._rendered.spans is not None else self._answer_spans()
+        return [(self._token_at(begin), self._answer_end(begin, end)) for begin, end in spans]
 
-    def _answers_after_openers(self, opener: str) -> list[tuple[int, int]]:
-        """Return the same for headers of one chat token and a text: these need no search and no counting."""
-        header = self._chat.header[len(opener) :]
-        solid = header.rstrip()
-        found = []
-        for mark, piece in enumerate(self._pieces[2::2]):
-            if self._pieces[2 * mark + 1] == opener and piece.startswith(solid):
-                after = self._positions[mark] + 1
-                begin = after + self._tokens_inside(header if piece.startswith(header) else solid, after)
-                found.append((begin, self._end_at(mark + 1)))
-        return found
-
-    def answers_by_characters(self) -> list[tuple[int, int]]:
-        """Return the same for every template."""
-        self._mark_ends = list(accumulate(map(len, self._pieces)))[1::2]
-        spans = self._rendered.spans
-        found = []
-        for begin, end in self._answer_spans() if spans is None else spans:
-            last_token = self._end_at(bisect_right(self._mark_ends, begin)) if end is None else self._token_after(end)
-            found.append((self._token_at(begin), last_token))
-        return found
+    def _answer_end(self, begin: int, end: int | None) -> int:
+        """Return the token after an answer; without `end`: after a stop token, before a chat token that is none."""
+        if end is not None:
+            return self._token_after(end)
+        following = bisect_right(self._mark_ends, begin)
+        if following >= len(self._marks.positions):
+            return len(self._ids)
+        return self._marks.positions[following] + (1 if self._marks.ids[following] in self._chat.stop_ids else 0)
 
     def _answer_spans(self) -> list[tuple[int, int | None]]:
         """Return where answers begin; and where they end, for templates that write no token there."""
         text, end_pattern = self._rendered.text, self._chat.end_pattern
-        begins = header_ends(self._chat, text)
+        begins = self._header_ends()
         if end_pattern is None:
             return [(begin, None) for begin in begins]
         nexts = (end_pattern.search(text, begin) for begin in begins)
         return [(begin, found.start() if found else len(text)) for begin, found in zip(begins, nexts, strict=True)]
 
-    def _align(self, written: list[int]) -> list[int]:
-        """Return the positions of the template's chat tokens in the ids."""
-        places = self._chat.is_chat.take(self._ids, mode="clip").nonzero()[0]
-        found, positions = self._ids.take(places).tolist(), places.tolist()
-        if found and min(found) < 0:  # to `clip`, ids below 0 are 0
-            positions = [position for position, token_id in zip(positions, found, strict=True) if token_id >= 0]
-            found = [token_id for token_id in found if token_id >= 0]
-        # A tokenizer may put a token of its own in front (bos) or behind (eos).
-        for skip in range(len(positions) - len(written) + 1):
-            if found[skip : skip + len(written)] == written:
-                return positions[skip : skip + len(written)]
-        raise BadSampleError(
-            "encode",
-            "label_mismatch",
-            f"The text holds {len(written)} chat tokens and the ids hold {len(positions)}: labels cannot be placed.",
-        )
+    def _header_ends(self) -> list[int]:
+        """Return for each answer where its header ends (its own last blanks count if they were written)."""
+        chat, text = self._chat, self._rendered.text
+        if chat.header_pattern is None:
+            return []
+        blanks = chat.header[len(chat.header.rstrip()) :]
+        ends = [match.end() for match in chat.header_pattern.finditer(text)]
+        return [end + len(blanks) if text.startswith(blanks, end) else end for end in ends]
 
     def _token_at(self, char: int) -> int:
         """Return the first token that holds the character or a later one."""
         after, tail = self._from_mark(char)
-        return after + self._tokens_inside(tail, after)
+        return after + _tokens_inside(tail, after, self._ids, self._processor, self._chat)
 
     def _token_after(self, char: int) -> int:
         """Return the first token that holds no character before `char`; a stop token there belongs to the answer."""
         after, tail = self._from_mark(char)
-        inside = self._tokens_inside(tail, after)
-        is_whole = self._decode(self._ids[after : after + inside].tolist()) == tail
+        inside = _tokens_inside(tail, after, self._ids, self._processor, self._chat)
+        is_whole = _decode(self._processor, self._ids[after : after + inside].tolist()) == tail
         end = after + inside + (0 if is_whole else 1)
         return end + 1 if end < len(self._ids) and int(self._ids[end]) in self._chat.stop_ids else end
-
-    def _end_at(self, mark: int) -> int:
-        """Return where an answer before this chat token ends: after it if it is a stop token; with the ids if none."""
-        if mark >= len(self._positions):
-            return len(self._ids)
-        return self._positions[mark] + (1 if self._mark_ids[mark] in self._chat.stop_ids else 0)
 
     def _from_mark(self, char: int) -> tuple[int, str]:
         """Return the position after the last chat token before `char`, and the text from there to `char`."""
         mark = bisect_right(self._mark_ends, char) - 1
         if mark < 0:
             return 0, self._rendered.text[:char]
-        return self._positions[mark] + 1, self._rendered.text[self._mark_ends[mark] : char]
-
-    def _tokens_inside(self, tail: str, after: int) -> int:
-        """Return how many tokens lie wholly inside `tail`, which begins with the token at `after`."""
-        if not tail:
-            return 0
-        alone = self._encode(tail)
-        ids = self._ids[after : after + len(alone)].tolist()
-        if ids == alone:
-            return len(alone)
-        count = next((i for i, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), len(ids))
-        while count < len(ids) and len(self._decode(ids[: count + 1])) <= len(tail):
-            count += 1  # the same characters in other tokens
-        return count
-
-    def _encode(self, tail: str) -> list[int]:
-        """Return the ids of a text; headers end with the same few characters in every sample, so these are kept."""
-        known = self._chat.tails.get(tail)
-        if known is None:
-            known = [int(token) for token in tokenizer_of(self._processor)(tail, add_special_tokens=False)["input_ids"]]
-            if len(tail) <= _LONGEST_TAIL and len(self._chat.tails) < _MAX_TAILS:
-                self._chat.tails[tail] = known
-        return known
-
-    def _decode(self, ids: list[int]) -> str:
-        tokenizer = tokenizer_of(self._processor)
-        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._marks.positions[mark] + 1, self._rendered.text[self._mark_ends[mark] : char]
