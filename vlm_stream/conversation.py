@@ -29,4 +29,6 @@ def iter_media(conversation: Conversation) -> Iterator[Item]:
     for message in conversation:
         content = message["content"]
         if isinstance(content, list):
-            yield from (item for item in content if item.get("type") in MEDIA_TYPES)
+            for item in content:
+                if item.get("type") in MEDIA_TYPES:
+                    yield item

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from vlm_stream.encode.media_tokens import media_token_strings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import numpy as np
     import numpy.typing as npt
 
     from vlm_stream.conversation import Conversation
@@ -43,6 +44,8 @@ class ChatFormat:
     """What opens an answer, such as `<|im_start|>assistant` and a newline; empty when it could not be learned."""
     header_pattern: re.Pattern[str] | None
     """Finds the headers in a rendered text, without their last blanks."""
+    opener: str | None
+    """The chat token that every header begins with; None: headers are more than one literal text after one token."""
     closing: str
     """What the template writes after the last answer."""
     end_pattern: re.Pattern[str] | None
@@ -51,15 +54,19 @@ class ChatFormat:
     """Tokens that the template writes around turns; in a rendered text they divide one piece from the next."""
     stop_ids: frozenset[int]
     """Those that end an answer."""
+    is_chat: npt.NDArray[np.bool_]
+    """At each id: whether it is one of `chat_ids`. The last entry stands for all ids beyond."""
     control: re.Pattern[str] | None
     """Finds what must not become tokens when it is typed: chat tokens, media tokens, a header without tokens."""
+    control_signs: tuple[str, ...]
+    """One character of each of these strings, alike ones once: a text that holds none of them is soon known as free."""
     chat_pattern: re.Pattern[str] | None
-    """Finds the chat tokens in a rendered text."""
+    """Finds the chat tokens in a rendered text; one group, so that `split` keeps them."""
     content_form: ContentForm
     """Which forms of `content` the template shows: text in a list of items, a plain string, or both."""
     has_generation_tags: bool
     """Whether the template marks answers itself with `{% generation %}`."""
-    tails: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+    tails: dict[str, list[int]] = field(default_factory=dict)
     """Ids of the texts that stand between a chat token and an answer; filled as they are met."""
 
 
@@ -78,7 +85,8 @@ def chat_format(processor: Any) -> ChatFormat:
 
 def tokenizer_of(processor: Any) -> Any:
     """Return the processor's tokenizer (the processor itself when it is one)."""
-    return getattr(processor, "tokenizer", None) or processor
+    tokenizer = getattr(processor, "tokenizer", None)
+    return processor if tokenizer is None else tokenizer  # not `or`: the truth of a tokenizer is its counted vocabulary
 
 
 def template_of(processor: Any) -> str | None:
@@ -143,18 +151,43 @@ def _learn(processor: Any, template: str | None) -> ChatFormat:
     control = chat | named | media
     openers = [] if stop is not None else _openers(processor, form, header)
     control |= {text.strip() for text in (header, *openers) if text.strip() and not _added_in(text, added)}
+    chat_ids = {token: added[token] for token in chat}
+    header_pattern, chat_pattern = _header_pattern(header, chat, stops), _alternation(chat, "({})")
     return ChatFormat(
         header=header,
-        header_pattern=_header_pattern(header, chat, stops),
+        header_pattern=header_pattern,
+        opener=_opener(header, header_pattern, chat_pattern),
         closing=scaffold[-1],
         end_pattern=_alternation({opener.rstrip() for opener in openers}),
-        chat_ids={token: added[token] for token in chat},
+        chat_ids=chat_ids,
         stop_ids=frozenset(added[token] for token in stops),
+        is_chat=_table(chat_ids.values()),
         control=_alternation(control),
-        chat_pattern=_alternation(chat),
+        control_signs=tuple(sorted({_rarest(text) for text in control if text})),
+        chat_pattern=chat_pattern,
         content_form=form,
         has_generation_tags=template is not None and re.search(r"\{%-?\s*generation\b", template) is not None,
     )
+
+
+def _table(ids: Iterable[int]) -> npt.NDArray[np.bool_]:
+    """Return the array in which `array.take(ids, mode="clip")` looks ids up in one operation."""
+    known = list(ids)
+    table = np.zeros(max(known, default=-1) + 2, dtype=bool)
+    table[known] = True
+    return table
+
+
+def _opener(header: str, pattern: re.Pattern[str] | None, chat_pattern: re.Pattern[str] | None) -> str | None:
+    if pattern is None or chat_pattern is None or pattern.pattern != re.escape(header.rstrip()):
+        return None
+    marks = chat_pattern.findall(header)
+    return str(marks[0]) if len(marks) == 1 and header.startswith(marks[0]) else None
+
+
+def _rarest(text: str) -> str:
+    """Return the character of a control string that ordinary text is least likely to hold: `<` rather than `i`."""
+    return next((sign for sign in text if not sign.isalnum() and not sign.isspace()), text[0])
 
 
 def _added_tokens(tokenizer: Any) -> dict[str, int]:
@@ -266,6 +299,6 @@ def _first_added(text: str, added: Iterable[str]) -> str | None:
     return min(found, key=text.find) if found else None
 
 
-def _alternation(tokens: Iterable[str]) -> re.Pattern[str] | None:
+def _alternation(tokens: Iterable[str], form: str = "{}") -> re.Pattern[str] | None:
     longest_first = sorted((t for t in tokens if t), key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+    return re.compile(form.format("|".join(map(re.escape, longest_first)))) if longest_first else None

@@ -7,8 +7,11 @@ name contains.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from vlm_stream.errors import BadSampleError
 
@@ -119,7 +122,7 @@ def resolve_token_id(processor: Any, medium: str) -> int | None:
 
 def check_media_tokens(processor: Any, input_ids: torch.Tensor, sample: Mapping[str, Any]) -> None:
     """Raise `BadSampleError` when ids [S] hold another number of media tokens than the grids ask for."""
-    if all(sample.get(grid_key) is None for _, grid_key, _ in _GRIDS):
+    if sample.get("image_grid_thw") is None and sample.get("video_grid_thw") is None:
         return
     expected = 0
     tokens: set[int] = set()
@@ -134,9 +137,10 @@ def check_media_tokens(processor: Any, input_ids: torch.Tensor, sample: Mapping[
             return
         merge = getattr(getattr(processor, part, None), "merge_size", None) or 2
         per_token = merge[0] * merge[1] if isinstance(merge, (tuple, list)) else merge**2
-        patches = grid[:, 1:] if _pools_time(processor) else grid
-        expected += int((patches.prod(-1) // per_token).sum())
-    found = sum(int((input_ids == token_id).sum()) for token_id in tokens)
+        first = 1 if _pools_time(processor) else 0
+        expected += sum(prod(row[first:]) // per_token for row in grid.tolist())
+    ids = input_ids.numpy()
+    found = sum(int(np.count_nonzero(ids == token_id)) for token_id in tokens)
     if found != expected:
         raise BadSampleError(
             "encode",

@@ -46,9 +46,18 @@ class TypedMarkers:
 
 def disguise(conversation: Conversation, chat: ChatFormat) -> tuple[Conversation, TypedMarkers | None]:
     """Return the conversation with typed control strings replaced; the same object when there are none."""
-    if chat.control is None or not _any_string(conversation, chat.control.search):
+    if chat.control is None:
         return conversation, None
-    if _any_string(conversation, _PRIVATE.search):
+    texts = _strings(conversation)
+    whole = "".join(texts)
+    for sign in chat.control_signs:  # a character is looked for much faster than a pattern, and most texts hold none
+        if sign in whole:
+            break
+    else:
+        return conversation, None
+    if not any(map(chat.control.search, texts)):
+        return conversation, None
+    if any(map(_PRIVATE.search, texts)):
         raise BadSampleError(
             "encode", "reserved_character", "The text holds control tokens and characters of U+10F000..U+10FFFF."
         )
@@ -64,12 +73,20 @@ def disguise(conversation: Conversation, chat: ChatFormat) -> tuple[Conversation
     return replace(conversation), markers
 
 
-def _any_string(value: Any, matches: Any) -> bool:
-    if isinstance(value, str):
-        return matches(value) is not None
-    if isinstance(value, dict):
-        return any(_any_string(item, matches) for key, item in value.items() if key not in _KEPT_KEYS)
-    return any(_any_string(item, matches) for item in value) if isinstance(value, list) else False
+def _strings(conversation: Conversation) -> list[str]:
+    """Return all strings that may hold typed markers, in no order."""
+    found: list[str] = []
+    left: list[Any] = list(conversation)
+    for value in left:  # it grows on the way
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if key not in _KEPT_KEYS:
+                    (found if isinstance(item, str) else left).append(item)
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, str):
+            found.append(value)
+    return found
 
 
 def splice_plain(
