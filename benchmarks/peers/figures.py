@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.loaders.base import Opening
+from benchmarks.peers.loaders.ours import OurLoader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +33,11 @@ def write(loader: Loader, job: Job) -> Numbers:
     from benchmarks.peers.lengths import length_records
 
     out = Path(job["out"])
+    if job.get("counted") and isinstance(loader, OurLoader):
+        from benchmarks.peers.work import build_real_processor
+
+        loader.processor = str(out.with_name("processor"))
+        build_real_processor().save_pretrained(loader.processor)
     records = length_records() if job["raw"] == "lengths" else read_raw(Path(job["raw"]))
     begin = time.perf_counter()
     loader.write(records, out, job["samples_per_shard"])

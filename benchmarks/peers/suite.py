@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.damage import damage_header, flip_payload_byte
-
 from benchmarks.peers.data import make_raw
 from benchmarks.peers.loaders import open_loader
 from benchmarks.peers.proxy import CountingProxy
@@ -121,13 +120,21 @@ class Suite:
         """Return a raw file of so many samples."""
         return make_raw(self.data / "raw", num_samples, small=small)
 
-    def written(self, loader: str, raw: Path | str, samples_per_shard: int) -> Path:
-        """Return the folder with a loader's own form of a raw file, written if it is not there."""
+    def written(self, loader: str, raw: Path | str, samples_per_shard: int, *, counted: bool = False) -> Path:
+        """Return the folder with a loader's own form of a raw file, written if it is not there.
+
+        Args:
+            loader: Whose form.
+            raw: The file.
+            samples_per_shard: How many samples share a file.
+            counted: Whether tokens are counted too, by loaders that do such a thing when they write.
+        """
         name = raw if isinstance(raw, str) else raw.stem
         out = self.data / f"{loader}-{name}-{samples_per_shard}"
         times = self.results.setdefault("write", {}).setdefault(loader, {})
         if not out.exists():
-            numbers = self.job(loader, "write", raw=str(raw), out=str(out), samples_per_shard=samples_per_shard)
+            settings = {"raw": str(raw), "out": str(out), "samples_per_shard": samples_per_shard, "counted": counted}
+            numbers = self.job(loader, "write", **settings)
             if "error" in numbers:
                 raise RuntimeError(f"{loader} could not write its data: {numbers['error']}")
             times[name] = numbers
@@ -219,7 +226,7 @@ def bytes_s3(suite: Suite) -> Results:
 def end_to_end(suite: Suite) -> Results:
     """3. Decode, encode, pack: 1 and 2 workers; ours also with compact pixels; and the processor in a loop."""
     raw = suite.raw(suite.scale.encoded)
-    folders = {name: str(suite.written(name, raw, 20)) for name in suite.loaders}
+    folders = {name: str(suite.written(name, raw, 20, counted=True)) for name in suite.loaders}
     repeats = max(1, suite.scale.repeats // 2)
     variants = [(name, {}) for name in suite.loaders]
     if "vlm_stream" in suite.loaders:
@@ -257,7 +264,7 @@ def balance(suite: Suite) -> Results:
 
 
 def resume(suite: Suite) -> Results:
-    """6, 7. A whole epoch; stop at 10 % and 90 % of an epoch, go on in a new process; then stop with 2 ranks, go on with 1."""
+    """6, 7. An epoch; stop at 10 % and 90 %, go on in a new process; stop with 2 ranks, go on with 1."""
     raw = suite.raw(suite.scale.main)
     total, batch_size = suite.scale.main, 16
     found: Results = {}

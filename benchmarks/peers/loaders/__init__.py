@@ -16,7 +16,7 @@ LOADERS = {
     "energon": "energon.EnergonLoader",
     "mosaic": "mosaic.MosaicLoader",
     "litdata": "litdata_chunks.LitDataLoader",
-    "hf": "hf_datasets.HFLoader",
+    "hf": "hf_datasets.HfDatasetsLoader",
 }
 
 

@@ -21,6 +21,8 @@ class OurLoader(Loader):
 
     name = "vlm_stream"
     package = "vlm_stream"
+    processor: str | None = None
+    """Where a processor was saved that text is counted with; None: bytes are all that will be asked for."""
 
     def version(self) -> str:
         """Return the version of this checkout, which need not be installed."""
@@ -33,7 +35,7 @@ class OurLoader(Loader):
         from vlm_stream import make_shards
 
         raw = next(iter(records)).file
-        make_shards(raw, out, samples_per_shard=samples_per_shard, media_dir=str(raw.parent))
+        make_shards(raw, out, samples_per_shard=samples_per_shard, media_dir=str(raw.parent), processor=self.processor)
 
     def open(self, opening: Opening, state: bytes | None = None) -> Run:
         """Open a stream of raw samples."""
