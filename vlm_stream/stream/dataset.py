@@ -102,7 +102,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
             with_refs=options.with_refs,
             pixels=bool(options.pixels),
         )
-        with SpanReader(options.read(), store_options=options.store) as reader:
+        with SpanReader(options.read(), datasets.stores, options.store) as reader:
             yield from deliver(plans(planner), datasets, reader, rows)
 
     def state_dict(self) -> dict[str, Any]:
