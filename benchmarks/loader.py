@@ -2,7 +2,8 @@
 
     python benchmarks/loader.py [resume] [window] [growth] [start]
 
-Each figure is a ratio or a difference within one run. Data is made on the spot; `start` runs a real S3 server.
+Each figure is a ratio or a difference within one run. Data is made on the spot; `start` (`start.py`) runs a real S3
+server.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.start import start
 from vlm_stream import StreamLoader, make_shards
 from vlm_stream.metrics import resident_bytes
 from vlm_stream.plan import Planner
-from vlm_stream.stream import StreamOptions, VLMStream
 from vlm_stream.testing import build_processor, make_toy_dataset
+
+if TYPE_CHECKING:
+    from vlm_stream.stream import VLMStream
 
 LIMITS = {"size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 256 * 28 * 28}}
 PACK_SIZE = 2048
@@ -115,28 +119,6 @@ def growth(folder: Path) -> None:
             break
     print("  MB resident every 200 steps: " + " ".join(f"{value:.0f}" for value in seen))
     print(f"  growth after warm-up (step 400 to 2,000): {seen[-1] / seen[1] - 1:+.1%}")
-
-
-def start(folder: Path) -> None:
-    """First batch from a 1,000-shard dataset on S3, against encoding one batch."""
-    import os
-
-    from tests.servers import S3Server
-
-    with S3Server(folder / "s3") as server:
-        os.environ.update(server.environment)
-        url, processor = make_data(folder, 20_000, 20, out=server.url("many"), store=server.options)
-        stream = VLMStream(
-            url, processor=processor, options=StreamOptions(pack_size=PACK_SIZE, store=server.options, epochs=None)
-        )
-        begin = time.perf_counter()
-        deliveries = stream.deliveries()
-        first = next(deliveries)
-        seconds = time.perf_counter() - begin
-        encodes = [d.seconds["encode"] + d.seconds["collate"] for _, d in zip(range(20), deliveries, strict=False)]
-        deliveries.close()
-        encode = statistics.median([first.seconds["encode"] + first.seconds["collate"], *encodes])
-    print(f"  first batch {seconds:.2f} s, one batch encoded {encode:.2f} s: {seconds / encode:.1f}x")
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from vlm_stream.errors import DatasetError
 from vlm_stream.shards import load_manifest, read_index, verify_dataset
 from vlm_stream.shards.index import decode_index, recounted_index
+from vlm_stream.shards.layout import index_name
 from vlm_stream.storage import open_store
 
 
@@ -109,6 +111,22 @@ def test_damaged_index(dataset: Path) -> None:
         decode_index(path.read_bytes())
 
 
+@pytest.mark.parametrize("name", ["text_tokens", "crc32c"])
+def test_index_with_a_hole(dataset: Path, name: str) -> None:
+    """A missing number, in a column that plans need and in one that only fetching needs."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = dataset / "shard-000001.index.parquet"
+    table = pq.read_table(path)
+    values = table.column(name).to_pylist()
+    column = pa.array([None, *values[1:]], type=table.schema.field(name).type)
+    pq.write_table(table.set_column(table.schema.get_field_index(name), name, column), path)
+    assert [kind for kind, *_ in _problems(dataset)] == ["changed_index", "damaged_index"]
+    with pytest.raises(DatasetError, match=r"index is not an index of this format .*1 numbers are missing"):
+        _ = decode_index(path.read_bytes()).places
+
+
 def test_index_of_another_shard(dataset: Path) -> None:
     """Right columns, wrong tar: every range is checked against the bytes."""
     shutil.copy(dataset / "shard-000000.index.parquet", dataset / "shard-000001.index.parquet")
@@ -190,4 +208,19 @@ def test_index_survives_its_bytes(dataset: Path) -> None:
     data = (dataset / "shard-000002.index.parquet").read_bytes()
     index = decode_index(data)
     assert recounted_index(data, index.media.text_tokens.tolist()) == data
-    assert np.array_equal(np.diff(index.member_splits), [len(index.members(row)) for row in range(len(index))])
+    assert "places" not in vars(index)  # not decoded before it is asked for
+    assert np.array_equal(np.diff(index.places.member_splits), [len(index.members(row)) for row in range(len(index))])
+
+
+def test_columns_of_media_that_a_shard_does_not_have_are_empty(dataset: Path) -> None:
+    store = open_store(str(dataset))
+    kinds = set()
+    for shard in load_manifest(store).shards:
+        index = read_index(store, shard)
+        whole = decode_index((dataset / index_name(shard.name)).read_bytes())
+        for name in (field.name for field in fields(whole.media)):
+            left, right = getattr(index.media, name), getattr(whole.media, name)
+            assert np.array_equal(left, right)
+            assert (left.dtype, left.shape) == (right.dtype, right.shape)
+        kinds.add(bool(shard.totals.videos))
+    assert kinds == {True, False}

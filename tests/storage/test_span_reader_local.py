@@ -35,7 +35,7 @@ def test_a_sequential_epoch_needs_few_requests_and_no_wasted_byte(local_shards):
     with SpanReader() as reader:
         for tag, result in reader.read(enumerate(local_shards.spans)):
             local_shards.assert_equal(tag, result)
-    assert reader.metrics.requests == 3
+    assert reader.metrics.requests == 4  # one for each shard, one more where the small first portion ends
     assert reader.metrics.read_amplification == 1.0
 
 
@@ -53,6 +53,27 @@ def test_any_order_any_limits_same_bytes(local_shards, data):
     assert [tag for tag, _ in results] == positions
     for tag, result in results:
         local_shards.assert_equal(tag, result)
+
+
+def test_the_first_samples_do_not_wait_for_all_that_is_read_ahead(local_shards):
+    num_pulled = 0
+
+    def pairs():
+        nonlocal num_pulled
+        for number in range(2000):
+            num_pulled += 1
+            yield number, local_shards.spans[number % len(local_shards.spans)]
+
+    ahead = []
+    with SpanReader(ReadOptions(prefetch_samples=300)) as reader:
+        for number, (tag, result) in enumerate(reader.read(pairs())):
+            assert tag == number
+            local_shards.assert_equal(tag % len(local_shards.spans), result)
+            ahead.append(num_pulled - number)
+    assert ahead[0] == 32
+    assert max(ahead[:40]) <= 64
+    assert max(ahead) == 300
+    assert min(ahead[16:1700]) >= 16  # there is always something to work on
 
 
 def test_the_input_is_pulled_no_further_than_the_budget(local_shards):

@@ -53,10 +53,13 @@ def _splits(values: Sequence[Any]) -> pa.Buffer:
     return pa.py_buffer(np.array(list(accumulate(map(len, values), initial=0)), dtype=np.int32))
 
 
-def to_numbers(array: pa.Array, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return a copy of an array of numbers without nulls."""
-    stored = np.dtype(array.type.to_pandas_dtype())
-    values = array.buffers()[1]
-    if array.null_count or values is None:
-        return array.to_numpy(zero_copy_only=False).astype(dtype)  # type: ignore[no-any-return]
-    return np.frombuffer(values, stored, len(array), array.offset * stored.itemsize).astype(dtype)
+def to_numbers(array: pa.Array) -> npt.NDArray[Any]:
+    """Return an array's numbers, read-only and without a copy; raise `ArrowInvalid` where one is missing."""
+    import pyarrow as pa
+
+    dtype = np.dtype(array.type.to_pandas_dtype())  # a numpy type, whatever its name says
+    if array.null_count:
+        raise pa.ArrowInvalid(f"{array.null_count} numbers are missing")
+    if not len(array):
+        return np.empty(0, dtype)
+    return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)

@@ -3,61 +3,74 @@
 Enters: `SampleRow`s, or a store and a manifest's entry. Leaves: bytes, or a `ShardIndex`: the columns that token
 counting and planning need, and the byte range of every sample. No tar is opened here.
 
-Compression is zstd and only member names are dictionary-encoded: for 1,000 samples that is 28 KB and 0.9 ms to read,
-against 100 KB and 0.4 ms without compression; a run reads hundreds of these, often from an object store.
+Compression is zstd and only member names are dictionary-encoded: for 1,000 samples that is 28 KB, against 100 KB
+without compression; a run reads hundreds of these, often from an object store.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vlm_stream.errors import DatasetError, NotFoundError
-from vlm_stream.shards.columns import to_array, to_numbers
+from vlm_stream.shards.columns import to_array
+from vlm_stream.shards.index_columns import MEDIA, decode_places, decode_plan_columns, read_table
 from vlm_stream.shards.layout import index_name
 from vlm_stream.shards.manifest import ShardEntry, Totals
 from vlm_stream.shards.schema import index_schema
 from vlm_stream.storage.values import Member, Span
-from vlm_stream.tokens import AudioSize, ImageSize, MediaColumns, MediaSizes, VideoSize
+from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     import numpy as np
     import numpy.typing as npt
     import pyarrow as pa
 
+    from vlm_stream.shards.index_columns import SamplePlaces
     from vlm_stream.shards.rows import SampleRow
     from vlm_stream.storage import Store
+    from vlm_stream.tokens import MediaColumns
 
 __all__ = ["ShardIndex", "decode_index", "encode_index", "read_index", "recounted_index"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: `places` is kept once it was asked for
 class ShardIndex:
-    """The index of one shard with n samples."""
+    """The index of one shard with n samples: what plans need at once, where samples lie when it is asked for."""
 
     media: MediaColumns
-    keys: pa.StringArray
-    """[n]"""
     offset: npt.NDArray[np.int64]
     """[n] First byte of the sample in the shard."""
     size: npt.NDArray[np.int64]
     """[n] Length of its byte range."""
-    crc32c: npt.NDArray[np.uint32]
-    """[n] Checksum of that range."""
-    member_splits: npt.NDArray[np.int64]
-    """[n + 1]"""
-    member_names: pa.StringArray
-    """[members] Without the key."""
-    member_places: npt.NDArray[np.int64]
-    """[members, 2] First content byte in the shard, and content size."""
+    data: bytes
+    """The index as it is stored."""
+    where: str = "index"
+    """What messages call it."""
     root: str = ""
     """URL of the folder that the shard's path is relative to."""
     path: str = ""
     shard_size: int | None = None
     etag: str | None = None
+
+    @cached_property
+    def places(self) -> SamplePlaces:
+        """Return where samples and their members lie."""
+        return decode_places(self.data, self.where)
+
+    @property
+    def keys(self) -> pa.StringArray:
+        """Return [n] what the samples are called."""
+        return self.places.keys
+
+    @property
+    def crc32c(self) -> npt.NDArray[np.uint32]:
+        """Return [n] the checksums of the samples' ranges."""
+        return self.places.crc32c
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -69,10 +82,11 @@ class ShardIndex:
 
     def members(self, row: int) -> tuple[Member, ...]:
         """Return one sample's files, in tar order."""
-        begin, end = (int(split) for split in self.member_splits[row : row + 2])
-        names = self.member_names.slice(begin, end - begin).to_pylist()
-        places = self.member_places[begin:end].tolist()
-        return tuple(Member(name, offset, size) for name, (offset, size) in zip(names, places, strict=True))
+        places = self.places
+        begin, end = places.member_splits[row : row + 2].tolist()
+        names = places.member_names.slice(begin, end - begin).to_pylist()
+        ranges = places.member_places[begin:end].tolist()
+        return tuple(Member(name, offset, size) for name, (offset, size) in zip(names, ranges, strict=True))
 
     def sizes(self, row: int) -> MediaSizes:
         """Return the sizes of one sample's media; which frames it names itself is in its JSON alone."""
@@ -168,80 +182,15 @@ def recounted_index(data: bytes, text_tokens: Sequence[int]) -> bytes:
     """Return an index with other text counts and all else as it was."""
     import pyarrow as pa
 
-    table = _read(data, "index")
+    table = read_table(data, "index")
     number = table.schema.get_field_index("text_tokens")
     return _write(table.set_column(number, "text_tokens", to_array(text_tokens, pa.int32())))
 
 
-def _read(data: bytes, where: str) -> pa.Table:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schema = index_schema()
-    try:
-        # One thread: an index is small, and hundreds are read side by side already.
-        table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
-        table = table.select(schema.names)
-        return table if table.schema.equals(schema) else table.cast(schema)  # a cast imports all of Arrow's functions
-    except (pa.ArrowException, KeyError, ValueError, OSError) as error:
-        raise DatasetError(
-            f"{where} is not an index of this format ({error}): it was damaged or made by something else. "
-            f"Write it again with: vlm-stream index"
-        ) from error
-
-
-def decode_index(data: bytes, *, where: str = "index") -> ShardIndex:
-    """Read the Parquet bytes of an index into columns."""
-    import numpy as np
-
-    table = _read(data, where)
-    columns = {name: _plain(table.column(name)) for name in table.schema.names}
-    image_splits, images = _ragged(columns["images"], ("height", "width"))
-    video_splits, videos = _ragged(columns["videos"], ("frames", "height", "width", "fps", "seconds", "picked"))
-    audio_splits, audios = _ragged(columns["audios"], ("samples", "rate"))
-    member_splits, members = _ragged(columns["members"], ("offset", "size"))
-    return ShardIndex(
-        media=MediaColumns(
-            text_tokens=to_numbers(columns["text_tokens"], np.int64),
-            image_splits=image_splits,
-            image_sizes=_stack(images, ("height", "width")),
-            video_splits=video_splits,
-            video_sizes=_stack(videos, ("frames", "height", "width")),
-            video_fps=to_numbers(videos["fps"], np.float64),
-            video_seconds=to_numbers(videos["seconds"], np.float64),
-            video_picked=to_numbers(videos["picked"], np.int64),
-            audio_splits=audio_splits,
-            audio_sizes=_stack(audios, ("samples", "rate")),
-        ),
-        keys=columns["key"],
-        offset=to_numbers(columns["offset"], np.int64),
-        size=to_numbers(columns["size"], np.int64),
-        crc32c=to_numbers(columns["crc32c"], np.uint32),
-        member_splits=member_splits,
-        member_names=columns["members"].values.field("name"),
-        member_places=_stack(members, ("offset", "size")),
-    )
-
-
-def _plain(column: pa.ChunkedArray) -> pa.Array:
-    import pyarrow as pa
-
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # no rows: older pyarrow keeps it chunked
-        array = pa.concat_arrays(array.chunks) if array.chunks else to_array([], column.type)
-    return array
-
-
-def _ragged(array: pa.ListArray, names: Sequence[str]) -> tuple[npt.NDArray[np.int64], dict[str, pa.Array]]:
-    import numpy as np
-
-    return to_numbers(array.offsets, np.int64), {name: array.values.field(name) for name in names}
-
-
-def _stack(fields: dict[str, pa.Array], names: Sequence[str]) -> npt.NDArray[np.int64]:
-    import numpy as np
-
-    return np.stack([to_numbers(fields[name], np.int64) for name in names], axis=1)
+def decode_index(data: bytes, *, where: str = "index", media: Collection[str] = MEDIA) -> ShardIndex:
+    """Read the Parquet bytes of an index; `media` are the kinds that the shard has, where that is known."""
+    columns, offset, size = decode_plan_columns(data, where, media)
+    return ShardIndex(media=columns, offset=offset, size=size, data=data, where=where)
 
 
 def read_index(store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex:
@@ -268,7 +217,7 @@ def read_index(store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex
             f"{where} is not the index that the manifest describes: it was replaced, or a recount was interrupted. "
             f"Run the recount again, or: vlm-stream index"
         )
-    index = decode_index(data, where=where)
+    index = decode_index(data, where=where, media=[kind for kind in MEDIA if getattr(shard.totals, kind)])
     if len(index) != shard.totals.samples:
         raise DatasetError(f"{where} has {len(index)} samples, the manifest says {shard.totals.samples}.")
     return replace(index, root=tars or store.root, path=shard.name, shard_size=shard.totals.bytes, etag=shard.etag)

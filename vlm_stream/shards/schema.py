@@ -12,9 +12,12 @@ __all__ = ["index_schema"]
 
 
 @cache
-def index_schema() -> pa.Schema:
-    """Return the schema (made on first use: pyarrow is not imported before it is needed)."""
+def index_schema(names: tuple[str, ...] | None = None) -> pa.Schema:
+    """Return the schema, or that of some columns (made on first use: pyarrow is not imported before it is needed)."""
     import pyarrow as pa
+
+    if names is not None:
+        return pa.schema([index_schema().field(name) for name in names])
 
     image = pa.struct([("height", pa.int32()), ("width", pa.int32())])
     video = pa.struct(

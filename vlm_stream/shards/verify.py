@@ -158,6 +158,7 @@ class _ShardCheck:
             self.note("changed_index", f"{name} is not the one that the manifest describes.")
         try:
             index = decode_index(data, where=name)
+            _ = index.places  # decoded when asked for: here, every column is
         except DatasetError as error:
             self.note("damaged_index", str(error))
             return None

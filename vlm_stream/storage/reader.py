@@ -1,8 +1,9 @@
 """Spans in plan order in, samples in the same order out, their bytes read ahead of need and verified.
 
 The caller's iterable is pulled in batches, as many spans as fit in `prefetch_bytes`; each batch is merged into requests
-(`coalesce.py`), which run in the background while earlier samples are used. It must not know tars or plans: a span
-says where its members lie, and a tag is handed back untouched.
+(`coalesce.py`), which run in the background while earlier samples are used. The first batch is small and the next ones
+are larger and larger, so that the first samples neither wait nor compete for what is needed later. It must not know
+tars or plans: a span says where its members lie, and a tag is handed back untouched.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["SpanReader", "SpanResult"]
 
 T = TypeVar("T")
+_FIRST_SAMPLES = 32
 SpanResult = Union["Mapping[str, memoryview]", BadSampleError]
 
 
@@ -116,13 +118,16 @@ class SpanReader:
         """
         source = iter(pairs)
         queue: deque[_Waiting[T]] = deque()
+        options = self._options
         num_ahead = 0
+        max_samples = _FIRST_SAMPLES // 2
         exhausted = False
         try:
             while queue or not exhausted:
-                if not exhausted and self._wants_more(num_ahead, len(queue)):
-                    options = self._options
-                    batch = _pull(source, options.prefetch_bytes - num_ahead, options.prefetch_samples - len(queue))
+                # At half, so that requests are planned and merged many at a time.
+                if not exhausted and num_ahead <= options.prefetch_bytes // 2 and len(queue) <= max_samples // 2:
+                    max_samples = min(2 * max_samples, options.prefetch_samples)
+                    batch = _pull(source, options.prefetch_bytes - num_ahead, max_samples - len(queue))
                     exhausted = not batch
                     num_ahead += self._launch(batch)
                     queue.extend(batch)
@@ -139,11 +144,6 @@ class SpanReader:
                 for flight in waiting.flights:
                     if flight.future is not None:
                         flight.future.cancel()
-
-    def _wants_more(self, num_bytes: int, num_samples: int) -> bool:
-        """Tell whether what is ahead has run down to half, so that requests are planned and merged many at a time."""
-        options = self._options
-        return num_bytes <= options.prefetch_bytes // 2 and num_samples <= options.prefetch_samples // 2
 
     def _launch(self, batch: list[_Waiting[T]]) -> int:
         """Start the requests of a batch; return their bytes."""

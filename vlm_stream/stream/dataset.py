@@ -100,7 +100,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         rows = self._rows(processor, geometry)
         if processor is not None:
             datasets.check_counted_for(processor)
-        with SpanReader(options.read(), store_options=options.store) as reader:
+        with SpanReader(options.read(), datasets.stores, options.store) as reader:
             yield from deliver(plans(planner), datasets, reader, rows)
 
     def _rows(self, processor: Any, geometry: Geometry) -> RowBuilder | RawRows:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import pyarrow.parquet  # noqa: F401 - every stream reads indexes; later, it would be imported while a batch is waited for
 
 from vlm_stream.errors import DatasetError
 from vlm_stream.plan import Ref, SampleColumns, SourceSpec
@@ -32,7 +33,7 @@ __all__ = ["OpenDatasets"]
 
 logger = logging.getLogger(__name__)
 
-_INDEX_THREADS: Final = 16
+_INDEX_THREADS: Final = 32
 
 
 class OpenDatasets:
@@ -65,11 +66,16 @@ class OpenDatasets:
         self._indexes: OrderedDict[tuple[int, int], ShardIndex] = OrderedDict()
         self._counted: dict[tuple[int, int], SampleColumns] = {}
         for source, manifest in zip(self._sources, self.manifests, strict=True):
-            if not manifest.totals.samples:
+            if not any(shard.totals.samples for shard in manifest.shards):
                 raise DatasetError(
                     f"the dataset at {source.url} has no samples, so there is nothing to stream; "
                     f"look at the ledger of its conversion, or leave the source out"
                 )
+
+    @property
+    def stores(self) -> dict[str, Store]:
+        """Return the datasets' stores by URL, with the connections that they have open."""
+        return {store.root: store for store in self._stores}
 
     def specs(self, *, weigh_by: str = "samples") -> list[SourceSpec]:
         """Return what the plan must know of the sources."""

@@ -174,13 +174,16 @@ class StreamOptions:
         Raises:
             ConfigError: A name is unknown (the nearest one is named), or a value has the wrong type or meaning.
         """
+        declared = {field.name: str(field.type) for field in fields(cls)}
+        for name in options:
+            if name not in declared:
+                raise ConfigError(f"there is no option '{name}'; {nearest_name(name, [*declared, *others])}")
+        _check_choices(options)
+        if all(name in _CHOICES or _has_type(value, declared[name]) for name, value in options.items()):
+            return cls(**options)
+        # Only where something has to be converted or refused: importing it takes longer than reading a manifest.
         from pydantic import TypeAdapter, ValidationError
 
-        allowed = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in allowed:
-                raise ConfigError(f"there is no option '{name}'; {nearest_name(name, [*allowed, *others])}")
-        _check_choices(options)
         try:
             return TypeAdapter(cls).validate_python(dict(options))
         except ValidationError as error:
@@ -257,6 +260,11 @@ _CHOICES: dict[str, Sequence[str | bool]] = {
     "pixels": ("compact", "full", True, False),
     "attention": ATTENTION_FORMS,
 }
+
+
+def _has_type(value: Any, declared: str) -> bool:
+    """Tell whether a value is of one of the types that a field names; False where that takes more than a look."""
+    return ("None" if value is None else type(value).__name__) in declared.split(" | ")
 
 
 def _check_choices(options: Mapping[str, Any]) -> None:

@@ -1,0 +1,79 @@
+"""What stands between a new loader and its first batch: as few imports, connections and decoded columns as can be."""
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import TypeAdapter
+
+from vlm_stream import VLMStream
+from vlm_stream.errors import ConfigError
+from vlm_stream.storage import StoreOptions, engine
+from vlm_stream.stream import StreamOptions, normalise_sources, open_planner
+
+
+def test_the_first_batch_imports_nothing_heavy(toy_shards, saved_processor):
+    code = f"""
+import sys
+from transformers import AutoProcessor
+from vlm_stream import StreamLoader
+processor = AutoProcessor.from_pretrained({str(saved_processor)!r})
+before = set(sys.modules)
+next(iter(StreamLoader({str(toy_shards)!r}, processor=processor, pack_size=1024)))
+print(*set(sys.modules) - before)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {name.partition(".")[0] for name in out.split()} & {"pandas", "pyarrow", "pydantic", "scipy", "datasets"}
+
+
+def test_planning_decodes_no_places(toy_shards, processor):
+    options = StreamOptions(pack_size=1024)
+    datasets, planner, _ = open_planner(normalise_sources(toy_shards), options, processor)
+    step = next(planner.steps(options.shape(1)))
+    indexes = [datasets._index(0, shard) for shard in range(len(datasets.manifests[0].shards))]
+    assert not any("places" in vars(index) for index in indexes)
+    wanted = {ref.shard for unit in step.units(0, 0) for ref in unit.refs}
+    for unit in step.units(0, 0):
+        for ref in unit.refs:
+            datasets.span(ref)
+    assert {number for number, index in enumerate(indexes) if "places" in vars(index)} == wanted
+
+
+def test_samples_come_over_the_connections_that_brought_the_indexes(toy_shards, processor, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the reader opened the store once more")
+
+    monkeypatch.setattr(engine, "open_store", refuse)
+    stream = VLMStream(toy_shards, processor=processor, options=StreamOptions(pack_size=1024))
+    assert sum(delivery.num_samples for delivery in stream.deliveries()) == 60
+
+
+@pytest.mark.parametrize(
+    ("options", "looked_at"),
+    [
+        ({"pack_size": 1024}, True),
+        ({"pack_size": 1024, "epochs": None, "seed": 3, "store": StoreOptions(region="x"), "pixels": False}, True),
+        ({"mode": "plain", "max_length": None, "fps": 2.0, "collate_fn": None, "model_config": {"a": 1}}, False),
+        ({"pack_size": "1024"}, False),
+        ({"pack_size": 1024, "packing_ratio": 1}, False),
+        ({"pack_size": 1024, "allow": ["plan"], "store": {"region": "x"}}, False),
+        ({"pack_size": 1024, "shuffle": "no", "bad_budget": 0}, False),
+    ],
+)
+def test_options_that_need_no_conversion_are_taken_as_they_are(options, looked_at, monkeypatch):
+    expected = TypeAdapter(StreamOptions).validate_python(options)
+    parsed = StreamOptions.parse(options)
+    assert parsed == expected
+    assert all(type(getattr(parsed, name)) is type(getattr(expected, name)) for name in options)
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    if looked_at:
+        assert StreamOptions.parse(options) == expected
+    else:
+        with pytest.raises(ImportError):
+            StreamOptions.parse(options)
+
+
+@pytest.mark.parametrize("options", [{"pack_size": 1.5}, {"pack_size": 1024, "seed": None}])
+def test_options_of_a_wrong_type_are_still_refused(options):
+    with pytest.raises(ConfigError, match=r"pack_size|seed"):
+        StreamOptions.parse(options)

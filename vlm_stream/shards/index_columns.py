@@ -1,0 +1,150 @@
+"""The Parquet bytes of an index as numpy columns: what plans need, and where samples lie.
+
+The two are read apart, and only media that the shard has: a run opens hundreds of indexes before its first batch, plans
+with all of them and fetches from few.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.errors import DatasetError
+from vlm_stream.shards.columns import to_array, to_numbers
+from vlm_stream.shards.schema import index_schema
+from vlm_stream.tokens import MediaColumns
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
+
+__all__ = ["MEDIA", "SamplePlaces", "decode_places", "decode_plan_columns", "read_table"]
+
+MEDIA: Final = ("images", "videos", "audios")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SamplePlaces:
+    """What n samples are called, where their members lie, and what their bytes add up to."""
+
+    keys: pa.StringArray
+    """[n]"""
+    crc32c: npt.NDArray[np.uint32]
+    """[n] Checksum of the sample's range."""
+    member_splits: npt.NDArray[np.int64]
+    """[n + 1]"""
+    member_names: pa.StringArray
+    """[members] Without the key."""
+    member_places: npt.NDArray[np.int64]
+    """[members, 2] First content byte in the shard, and content size."""
+
+
+def read_table(data: bytes, where: str, names: tuple[str, ...] | None = None) -> pa.Table:
+    """Return the named columns of an index, by default all of them.
+
+    Raises:
+        DatasetError: The bytes are no index, or a column is missing or of another kind.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = index_schema(names)
+    with _telling(where):
+        # One thread: an index is small, and hundreds are read side by side already.
+        table = pq.ParquetFile(pa.BufferReader(data)).read(columns=schema.names, use_threads=False)
+        return table if table.schema.equals(schema) else table.select(schema.names).cast(schema)
+
+
+@contextmanager
+def _telling(where: str) -> Iterator[None]:
+    """Say which index it is that Arrow cannot make sense of."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, KeyError, ValueError, OSError) as error:
+        raise DatasetError(
+            f"{where} is not an index of this format ({error}): it was damaged or made by something else. "
+            f"Write it again with: vlm-stream index"
+        ) from error
+
+
+def decode_plan_columns(
+    data: bytes, where: str, media: Collection[str] = MEDIA
+) -> tuple[MediaColumns, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Read what plans need: counts and sizes, [n] where each sample begins, [n] its bytes.
+
+    Args:
+        data: The index.
+        where: What messages call it.
+        media: Kinds of media that the shard has; the columns of others are not looked at.
+    """
+    import numpy as np
+
+    table = read_table(data, where, ("offset", "size", "text_tokens", *(kind for kind in MEDIA if kind in media)))
+
+    def ragged(kind: str, fields: Sequence[str]) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
+        if kind in media:
+            return _ragged(_plain(table.column(kind)), fields)
+        return np.zeros(table.num_rows + 1, dtype=np.int64), dict.fromkeys(fields, np.zeros(0, dtype=np.int64))
+
+    with _telling(where):
+        image_splits, images = ragged("images", ("height", "width"))
+        video_splits, videos = ragged("videos", ("frames", "height", "width", "fps", "seconds", "picked"))
+        audio_splits, audios = ragged("audios", ("samples", "rate"))
+        plain = {name: to_numbers(_plain(table.column(name))) for name in ("offset", "size", "text_tokens")}
+    columns = MediaColumns(
+        text_tokens=plain["text_tokens"].astype(np.int64),
+        image_splits=image_splits,
+        image_sizes=_stack(images, ("height", "width")),
+        video_splits=video_splits,
+        video_sizes=_stack(videos, ("frames", "height", "width")),
+        video_fps=videos["fps"].astype(np.float64),
+        video_seconds=videos["seconds"].astype(np.float64),
+        video_picked=videos["picked"].astype(np.int64),
+        audio_splits=audio_splits,
+        audio_sizes=_stack(audios, ("samples", "rate")),
+    )
+    return columns, plain["offset"], plain["size"]
+
+
+def decode_places(data: bytes, where: str) -> SamplePlaces:
+    """Read what fetching needs beyond that."""
+    table = read_table(data, where, ("key", "crc32c", "members"))
+    members = _plain(table.column("members"))
+    with _telling(where):
+        splits, places = _ragged(members, ("offset", "size"))
+        crc32c = to_numbers(_plain(table.column("crc32c")))
+    return SamplePlaces(
+        keys=_plain(table.column("key")),
+        crc32c=crc32c,
+        member_splits=splits,
+        member_names=members.values.field("name"),
+        member_places=_stack(places, ("offset", "size")),
+    )
+
+
+def _plain(column: pa.ChunkedArray) -> pa.Array:
+    import pyarrow as pa
+
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else to_array([], column.type)
+
+
+def _ragged(array: pa.ListArray, names: Sequence[str]) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
+    """Return [n + 1] where each row's entries begin, and the entries field by field."""
+    import numpy as np
+
+    entries = array.values
+    return to_numbers(array.offsets).astype(np.int64), {name: to_numbers(entries.field(name)) for name in names}
+
+
+def _stack(fields: dict[str, npt.NDArray[Any]], names: Sequence[str]) -> npt.NDArray[np.int64]:
+    import numpy as np
+
+    return np.stack([fields[name].astype(np.int64) for name in names], axis=1)
