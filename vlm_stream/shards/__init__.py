@@ -5,8 +5,8 @@ Enters: records, or tars. Leaves: `shard-*.tar`, an index for each, the ledger a
 
 In the order in which the data meets the files: `options`, `order` and `sizing` (which record goes where), `job` (what a
 restart must know), `engines/`, `shard_task` (one shard), `media_bytes`, `sample`, `counting`, `tar`, `writer`, `rows`,
-`schema`, `columns`, `index_columns`, `index`, `flush`, `manifest`, `layout`, `convert` (the whole); `fields`, `foreign` (tars made
-elsewhere); `verify`, `recount`, `stats`.
+`schema`, `columns`, `index_columns`, `index`, `flush`, `manifest`, `layout`, `convert` (the whole); `fields`, `foreign`
+(tars made elsewhere); `verify`, `recount`, `stats`.
 """
 
 from __future__ import annotations
