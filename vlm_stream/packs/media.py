@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vlm_stream.errors import ConfigError
+from vlm_stream.packs.joined_memory import allocate
 from vlm_stream.packs.keys import TOKEN_KEYS
 from vlm_stream.pixels.spec import PIXELS_KEY, carry_spec
 
@@ -84,9 +85,9 @@ def _cat_padded(name: str, values: Sequence[torch.Tensor], dtype: torch.dtype) -
             f"'{name}' has rows of different rank in one pack ({', '.join(map(str, sorted(shapes)))}), which cannot be "
             f"joined. Encode all samples with one processor configuration."
         )
-    make = torch.empty if len(shapes) == 1 else torch.zeros
     largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
-    out = make((sum(len(value) for value in values), *largest), dtype=dtype, device=values[0].device)
+    num_rows = sum(len(value) for value in values)
+    out = allocate((num_rows, *largest), dtype, values[0].device, zeros=len(shapes) > 1)
     begin = 0
     for value in values:
         place = (slice(begin, begin + len(value)), *(slice(0, size) for size in value.shape[1:]))
