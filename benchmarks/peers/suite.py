@@ -48,7 +48,7 @@ class Scale:
     @classmethod
     def quick(cls) -> Scale:
         """A few minutes."""
-        return cls("quick", main=600, encoded=48, shuffled=2000, ranks=(8,), shards=(100,), repeats=1)
+        return cls("quick", main=1000, encoded=48, shuffled=2000, ranks=(8,), shards=(100,), repeats=3)
 
     @classmethod
     def full(cls) -> Scale:
@@ -199,14 +199,14 @@ def _lines(path: str) -> list[str]:
 def bytes_local(suite: Suite) -> Results:
     """1. Bytes only, local disk, one process."""
     raw = suite.raw(suite.scale.main)
-    folders = {name: str(suite.written(name, raw, 100)) for name in suite.loaders}
+    folders = {name: str(suite.written(name, raw, 250)) for name in suite.loaders}
     return suite.in_turns("read_bytes", where=folders.get, warm=folders.get)
 
 
 def bytes_s3(suite: Suite) -> Results:
     """2. Bytes only from S3 on loopback, with and without latency; requests and bytes at the proxy."""
     raw = suite.raw(suite.scale.main)
-    folders = {name: suite.written(name, raw, 100) for name in suite.loaders}
+    folders = {name: suite.written(name, raw, 250) for name in suite.loaders}
     found: Results = {}
     for latency in suite.scale.latencies:
         with suite.s3(folders, latency) as (environment, proxy):
@@ -269,7 +269,7 @@ def resume(suite: Suite) -> Results:
     total, batch_size = suite.scale.main, 16
     found: Results = {}
     for name in suite.loaders:
-        where = str(suite.written(name, raw, 100))
+        where = str(suite.written(name, raw, 250))
         common = {"where": where, "warm": where, "shuffle": 1000, "batch_size": batch_size, "seed": 5}
         rows = {}
         rows["0%"] = suite.job(name, "resume", **common) | {"before": []}
@@ -338,7 +338,7 @@ def memory(suite: Suite) -> Results:
     raw = suite.raw(suite.scale.shuffled * 6 // 5)
     found = {}
     for name in suite.loaders:
-        where = suite.written(name, raw, 100)
+        where = suite.written(name, raw, 250)
         found[name] = suite.job(name, "memory", where=str(where), shuffle=suite.scale.shuffled)
         shutil.rmtree(where)  # gigabytes each
     return found | {"shuffled": suite.scale.shuffled}
@@ -349,7 +349,7 @@ def damage(suite: Suite) -> Results:
     raw = suite.raw(300)
     found: Results = {}
     for name in suite.loaders:
-        whole = suite.written(name, raw, 100)
+        whole = suite.written(name, raw, 250)
         found[name] = {}
         for title, harm in (("header", damage_header), ("payload", flip_payload_byte)):
             copy = suite.data / "damaged"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -119,7 +118,7 @@ def test_shard_of_another_size_is_an_error(local_shards):
 
 
 def test_shard_cut_short_gives_bad_samples_when_its_size_was_not_recorded(local_shards):
-    spans = [dataclasses.replace(span, shard_size=None) for span in local_shards.spans[:20]]
+    spans = [span._replace(shard_size=None) for span in local_shards.spans[:20]]
     file = Path(local_shards.root, spans[0].path)
     file.write_bytes(file.read_bytes()[: spans[18].offset + 10])
     with SpanReader() as reader:
@@ -130,7 +129,7 @@ def test_shard_cut_short_gives_bad_samples_when_its_size_was_not_recorded(local_
 
 def test_member_outside_of_its_span_is_a_bad_sample(local_shards):
     span = local_shards.spans[0]
-    wrong = dataclasses.replace(span, members=(Member("json", span.offset, span.size + 1),))
+    wrong = span._replace(members=(Member("json", span.offset, span.size + 1),))
     with SpanReader() as reader:
         ((_, result),) = reader.read([(0, wrong)])
     assert result.reason == "member_outside_span"
@@ -148,7 +147,7 @@ def test_single_members_are_read_without_what_lies_between_them(local_shards, ma
     for span in local_shards.spans:
         (first, _) = span.members
         text = Member("json", first.offset, 200)  # a small text before a large medium
-        narrow.append(dataclasses.replace(span, offset=text.offset, size=200, crc32c=None, members=(text,)))
+        narrow.append(span._replace(offset=text.offset, size=200, crc32c=None, members=(text,)))
     with SpanReader(ReadOptions(max_gap_bytes=max_gap_bytes)) as reader:
         for tag, result in reader.read(enumerate(narrow)):
             assert bytes(result["json"]) == local_shards.contents[tag]["json"][:200]
@@ -156,7 +155,7 @@ def test_single_members_are_read_without_what_lies_between_them(local_shards, ma
 
 
 def test_a_span_without_a_checksum_is_not_checked(local_shards):
-    wrong, unknown = (dataclasses.replace(local_shards.spans[0], crc32c=crc) for crc in (0, None))
+    wrong, unknown = (local_shards.spans[0]._replace(crc32c=crc) for crc in (0, None))
     with SpanReader() as reader:
         (_, refused), (_, passed) = reader.read([(0, wrong), (0, unknown)])
     assert isinstance(refused, BadSampleError)
@@ -167,7 +166,5 @@ def test_an_empty_member_is_an_empty_text(local_shards):
     span = local_shards.spans[3]
     empty = Member("txt", span.offset + 5, 0)
     with SpanReader() as reader:
-        ((_, result),) = reader.read(
-            [(0, dataclasses.replace(span, offset=empty.offset, size=0, crc32c=None, members=(empty,)))]
-        )
+        ((_, result),) = reader.read([(0, span._replace(offset=empty.offset, size=0, crc32c=None, members=(empty,)))])
     assert bytes(result["txt"]) == b""

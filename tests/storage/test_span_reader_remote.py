@@ -130,14 +130,14 @@ def test_flipped_byte_at_rest_is_a_bad_sample(s3_shards, s3_server):
 def test_other_etag_or_size_is_an_error(s3_shards, s3_server):
     store = open_store(s3_shards.root, s3_server.options)
     etag = store.head(s3_shards.spans[0].path).etag
-    same = dataclasses.replace(s3_shards.spans[0], etag=etag)
+    same = s3_shards.spans[0]._replace(etag=etag)
     with SpanReader(store_options=s3_server.options) as reader:
         ((_, result),) = reader.read([(0, same)])
         s3_shards.assert_equal(0, result)
-        other = dataclasses.replace(same, etag="0123")
+        other = same._replace(etag="0123")
         with pytest.raises(ChangedObjectError, match=r"etag .* instead of 0123"):
             list(reader.read([(0, other)]))
-        longer = dataclasses.replace(same, shard_size=17)
+        longer = same._replace(shard_size=17)
         with pytest.raises(ChangedObjectError, match=r"bytes instead of 17"):
             list(reader.read([(0, longer)]))
 
@@ -157,7 +157,7 @@ def test_samples_of_an_object_that_was_cut_short_are_bad_or_whole(s3_shards, s3_
 
 
 def test_a_missing_shard_may_be_bad_samples(s3_shards, s3_server):
-    span = dataclasses.replace(s3_shards.spans[0], path="no-such.tar")
+    span = s3_shards.spans[0]._replace(path="no-such.tar")
     with SpanReader(ReadOptions(missing_is_bad=True), store_options=s3_server.options) as reader:
         (_, bad), (_, good) = reader.read([(0, span), (1, s3_shards.spans[1])])
     assert (bad.reason, str(bad).endswith("The sample is left out.")) == ("missing_shard", True)
@@ -183,7 +183,7 @@ def test_an_object_replaced_during_a_read_is_not_mixed(s3_shards, s3_server, pro
 
 
 def test_404_and_403_fail_at_once(s3_shards, s3_server, proxy, monkeypatch):
-    missing = dataclasses.replace(s3_shards.spans[0], path="no-such.tar")
+    missing = s3_shards.spans[0]._replace(path="no-such.tar")
     with (
         SpanReader(store_options=proxied(proxy)) as reader,
         pytest.raises(NotFoundError, match=rf"nothing at {s3_shards.root}/no-such.tar. Check the bucket"),

@@ -25,7 +25,7 @@ def files(request):
 
 def moved(shards, root):
     """Return the same samples under another root."""
-    return dataclasses.replace(shards, root=root, spans=[dataclasses.replace(s, root=root) for s in shards.spans])
+    return dataclasses.replace(shards, root=root, spans=[s._replace(root=root) for s in shards.spans])
 
 
 def read_all(shards, options):

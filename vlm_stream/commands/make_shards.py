@@ -71,8 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert; print the summary. Exit code 1 when not one sample could be used."""
+    from vlm_stream.allocator import keep_freed_memory
     from vlm_stream.shards import make_shards
 
+    keep_freed_memory()
     with Progress("make-shards", enabled=not (args.json or args.quiet)) as progress:
         report = make_shards(
             args.input,

@@ -84,9 +84,8 @@ class ShardIndex:
         """Return one sample's files, in tar order."""
         places = self.places
         begin, end = places.member_splits[row : row + 2].tolist()
-        names = places.member_names.slice(begin, end - begin).to_pylist()
-        ranges = places.member_places[begin:end].tolist()
-        return tuple(Member(name, offset, size) for name, (offset, size) in zip(names, ranges, strict=True))
+        names, ranges = places.member_names[begin:end], places.member_places[begin:end].tolist()
+        return tuple([Member(name, offset, size) for name, (offset, size) in zip(names, ranges, strict=True)])
 
     def sizes(self, row: int) -> MediaSizes:
         """Return the sizes of one sample's media; which frames it names itself is in its JSON alone."""
@@ -133,7 +132,7 @@ class ShardIndex:
         member = next((member for member in whole.members if member.name == name), None)
         if member is None:
             return whole
-        return replace(whole, offset=member.offset, size=member.size, crc32c=None, members=(member,))
+        return whole._replace(offset=member.offset, size=member.size, crc32c=None, members=(member,))
 
     def totals(self, num_bytes: int) -> Totals:
         """Add the samples up, for the manifest's entry of a tar of `num_bytes`."""

@@ -6,6 +6,7 @@ with all of them and fetches from few.
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -37,7 +38,7 @@ class SamplePlaces:
     """[n] Checksum of the sample's range."""
     member_splits: npt.NDArray[np.int64]
     """[n + 1]"""
-    member_names: pa.StringArray
+    member_names: list[str]
     """[members] Without the key."""
     member_places: npt.NDArray[np.int64]
     """[members, 2] First content byte in the shard, and content size."""
@@ -123,7 +124,7 @@ def decode_places(data: bytes, where: str) -> SamplePlaces:
         keys=_plain(table.column("key")),
         crc32c=crc32c,
         member_splits=splits,
-        member_names=members.values.field("name"),
+        member_names=list(map(sys.intern, members.values.field("name").to_pylist())),  # few names, many members
         member_places=_stack(places, ("offset", "size")),
     )
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from vlm_stream.allocator import keep_freed_memory
 from vlm_stream.encode import Encoder
 from vlm_stream.errors import DatasetError
 from vlm_stream.plan import step_at
@@ -95,6 +97,10 @@ class VLMStream(IterableDataset[dict[str, Any]]):
 
     def _deliver(self, plans: Callable[[Planner], Iterator[MicroBatch]]) -> Iterator[Delivery]:
         options = self.options
+        if (
+            multiprocessing.current_process().daemon
+        ):  # a worker, ours or torch's; the trainer's memory is not ours to tune
+            keep_freed_memory()
         processor = open_processor(self.processor)
         datasets, planner, geometry = open_planner(self.sources, options, processor, epochs_before=self.epochs_before)
         rows = self._rows(processor, geometry)

@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from vlm_stream.allocator import keep_freed_memory
 from vlm_stream.errors import VlmStreamError
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class LocalEngine:
 def _install(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
+    keep_freed_memory()
 
 
 def _call(task: Any) -> Any:
