@@ -15,7 +15,7 @@ from vlm_stream.shards.convert import ShardReport, make_shards
 from vlm_stream.shards.counting import load_processor, template_digest
 from vlm_stream.shards.fields import FieldMap, is_text_member, to_conversation
 from vlm_stream.shards.foreign import IndexOptions, index_tars
-from vlm_stream.shards.index import ShardIndex, read_index
+from vlm_stream.shards.index import ShardIndex, fetch_index, open_index, read_index
 from vlm_stream.shards.manifest import Manifest, ShardEntry, Totals, load_manifest
 from vlm_stream.shards.options import ShardOptions
 from vlm_stream.shards.recount import RecountReport, recount
@@ -37,11 +37,13 @@ __all__ = [
     "Totals",
     "VerifyReport",
     "dataset_stats",
+    "fetch_index",
     "index_tars",
     "is_text_member",
     "load_manifest",
     "load_processor",
     "make_shards",
+    "open_index",
     "read_index",
     "recount",
     "template_digest",

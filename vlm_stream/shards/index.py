@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vlm_stream.storage import Store
     from vlm_stream.tokens import MediaColumns
 
-__all__ = ["ShardIndex", "decode_index", "encode_index", "read_index", "recounted_index"]
+__all__ = ["ShardIndex", "decode_index", "encode_index", "fetch_index", "open_index", "read_index", "recounted_index"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: `places` is kept once it was asked for
@@ -203,14 +203,32 @@ def read_index(store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex
     Raises:
         DatasetError: The index is missing, damaged, or not the one that the manifest describes.
     """
+    return open_index(fetch_index(store, shard), store, shard, tars=tars)
+
+
+def fetch_index(store: Store, shard: ShardEntry) -> bytes:
+    """Return the bytes of a shard's index: the part of `read_index` that waits.
+
+    Raises:
+        DatasetError: The index is missing.
+    """
     name = index_name(shard.name)
-    where = f"{store.root}/{name}"
     try:
-        data = bytes(store.get(name))
+        return bytes(store.get(name))
     except NotFoundError as error:
         raise DatasetError(
-            f"{where} is missing, so {shard.name} cannot be read. Copy it here, or write it with: vlm-stream index"
+            f"{store.root}/{name} is missing, so {shard.name} cannot be read. Copy it here, or write it with: "
+            f"vlm-stream index"
         ) from error
+
+
+def open_index(data: bytes, store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex:
+    """Check the bytes of a shard's index against the manifest and decode them: the part of `read_index` that computes.
+
+    Raises:
+        DatasetError: The index is damaged, or not the one that the manifest describes.
+    """
+    where = f"{store.root}/{index_name(shard.name)}"
     if hashlib.sha256(data).hexdigest() != shard.index_sha256:
         raise DatasetError(
             f"{where} is not the index that the manifest describes: it was replaced, or a recount was interrupted. "

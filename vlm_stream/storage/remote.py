@@ -37,6 +37,7 @@ __all__ = ["ObjectStore", "client_settings"]
 _PART_BYTES = 16 * 1024 * 1024
 _LIST_CHUNK = 1000
 _QUIET_INFLIGHT = 16
+_SMALL_BYTES = 256 * 1024
 
 
 class ObjectStore:
@@ -94,8 +95,11 @@ class ObjectStore:
             asked["range"] = {"offset": offset}
         answer = obstore_here().get(self._client(patient=False), path, options=asked)
         (begin, end), meta = answer.range, answer.meta
-        # The smallest chunk: each one is kept as soon as it is here, so a broken body loses nothing.
-        return RangeBody(answer.stream(1), end - begin, meta["size"], meta["e_tag"])
+        # The smallest chunk: each one is kept as soon as it is here, so a broken body loses nothing. Whole objects
+        # that are small (hundreds of indexes at a start) come in one piece, at two thirds of the processor time.
+        at_once = size is None and end - begin <= _SMALL_BYTES
+        chunks = iter((bytes(answer.bytes()),)) if at_once else answer.stream(1)
+        return RangeBody(chunks, end - begin, meta["size"], meta["e_tag"])
 
     def fault_of(self, error: Exception) -> Fault:
         """Return what the client's exception means."""

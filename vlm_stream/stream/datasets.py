@@ -16,7 +16,7 @@ import pyarrow.parquet  # noqa: F401 - every stream reads indexes; later, it wou
 
 from vlm_stream.errors import DatasetError
 from vlm_stream.plan import Ref, SampleColumns, SourceSpec
-from vlm_stream.shards import load_manifest, read_index, template_digest
+from vlm_stream.shards import fetch_index, load_manifest, open_index, template_digest
 from vlm_stream.storage import open_store
 from vlm_stream.stream.counting import num_media
 from vlm_stream.tokens import count_tokens, join_columns
@@ -117,9 +117,10 @@ class OpenDatasets:
         """Read the indexes of shards that the plan is about to ask for, side by side, and count them all at once."""
         missing = [place for place in shards if place not in self._indexes]
         if len(missing) > 1:
+            # Threads wait, this one decodes what has come: small steps of many threads get in each other's way.
             with ThreadPoolExecutor(min(_INDEX_THREADS, len(missing))) as pool:
-                for place, index in zip(missing, pool.map(self._read_index, missing), strict=True):
-                    self._keep(place, index)
+                for place, data in zip(missing, pool.map(self._fetch_index, missing), strict=True):
+                    self._keep(place, self._open_index(place, data))
         wanted = list(dict.fromkeys(shards))
         counted = self._count([self._index(*place) for place in wanted]) if wanted else ()
         self._counted = dict(zip(wanted, counted, strict=False))
@@ -169,14 +170,18 @@ class OpenDatasets:
     def _index(self, source: int, shard: int) -> ShardIndex:
         place = (source, shard)
         if place not in self._indexes:
-            self._keep(place, self._read_index(place))
+            self._keep(place, self._open_index(place, self._fetch_index(place)))
         self._indexes.move_to_end(place)
         return self._indexes[place]
 
-    def _read_index(self, place: tuple[int, int]) -> ShardIndex:
+    def _fetch_index(self, place: tuple[int, int]) -> bytes:
+        source, shard = place
+        return fetch_index(self._stores[source], self.manifests[source].shards[shard])
+
+    def _open_index(self, place: tuple[int, int], data: bytes) -> ShardIndex:
         source, shard = place
         manifest = self.manifests[source]
-        return read_index(self._stores[source], manifest.shards[shard], tars=manifest.tars)
+        return open_index(data, self._stores[source], manifest.shards[shard], tars=manifest.tars)
 
     def _keep(self, place: tuple[int, int], index: ShardIndex) -> None:
         self._indexes[place] = index
