@@ -13,10 +13,15 @@ from typing import Final
 __all__ = ["keep_freed_memory"]
 
 _TRIM_THRESHOLD: Final = -1  # names of malloc.h
-_MMAP_THRESHOLD: Final = -3
-_LARGEST_KEPT: Final = 32 << 20  # the most that glibc takes
-_FREE_AT_THE_END: Final = 512 << 20
-_CHOSEN_BY_THE_USER: Final = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+_MMAP_MAX: Final = -4
+_KEPT_BYTES: Final = 512 << 20
+_CHOSEN_BY_THE_USER: Final = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_MMAP_MAX_",
+    "GLIBC_TUNABLES",
+    "LD_PRELOAD",
+)
 
 
 def keep_freed_memory() -> bool:
@@ -32,4 +37,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # musl, macOS, Windows
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)) and bool(mallopt(_TRIM_THRESHOLD, _FREE_AT_THE_END))
+    # No block gets a mapping of its own, however large, so that freeing it does not end the mapping.
+    return bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, _KEPT_BYTES))

@@ -21,6 +21,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from vlm_stream.blocks import BlockReader, offer_blocks
 from vlm_stream.errors import VlmStreamError, WorkerError
 
 if TYPE_CHECKING:
@@ -76,15 +77,18 @@ class _Worker:
     def __init__(self, context: BaseContext, job: Job, share: tuple[Any, int, int], prefetch: int) -> None:
         self.items: Any = context.Queue(maxsize=prefetch)
         self._done = context.Event()
-        arguments = (job, share, self.items, self._done, os.getpid())
+        returned: Any = context.SimpleQueue()
+        arguments = (job, share, self.items, self._done, returned, os.getpid())
         self.process: Any = context.Process(  # type: ignore[attr-defined]
             target=_run, args=arguments, daemon=True, name="vlm-stream-worker"
         )
         self.process.start()
+        self.blocks = BlockReader(self.process.pid, returned)
 
     def close(self) -> None:
         """End the process, if need be by force."""
         self._done.set()
+        self.blocks.close()
         if self.process.is_alive():
             self.process.terminate()
             self.process.join(_JOIN_S)
@@ -152,6 +156,7 @@ class WorkerPool:
             worker = self._workers[slot]
             assert worker is not None  # noqa: S101 - a closed pool has no more turns
             try:
+                worker.blocks.give_back()
                 item = worker.items.get(timeout=_POLL_S)
             except queue.Empty:
                 waited = time.monotonic() - begin
@@ -210,7 +215,7 @@ def _raise(failure: _Failure) -> None:
     raise failure.error
 
 
-def _run(job: Job, share: tuple[Any, int, int], items: Any, done: Any, parent: int) -> None:
+def _run(job: Job, share: tuple[Any, int, int], items: Any, done: Any, returned: Any, parent: int) -> None:
     """Be a worker: put items until there are no more, then wait, since tensors in the queue live in this process."""
     import torch
     import torch.multiprocessing
@@ -220,6 +225,7 @@ def _run(job: Job, share: tuple[Any, int, int], items: Any, done: Any, parent: i
     torch.set_num_threads(1)
     # By name, not by descriptor: a descriptor must be asked of the worker, and a hung one never answers.
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    offer_blocks(returned)
     try:
         for item in job(*share):
             if not _put(items, item, parent):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.packs.joined_memory import allocate
+from vlm_stream.packs.joined_memory import allocate, is_worthwhile
 from vlm_stream.packs.keys import TOKEN_KEYS
 from vlm_stream.pixels.spec import PIXELS_KEY, carry_spec
 
@@ -77,7 +77,7 @@ def _cat_padded(name: str, values: Sequence[torch.Tensor], dtype: torch.dtype) -
 
     Rows that differ in size (tiles of an image) end with zeros, as processors pad a batch.
     """
-    if len(values) == 1:
+    if len(values) == 1 and not is_worthwhile(values[0].nbytes):
         return values[0].to(dtype)
     shapes = {tuple(value.shape[1:]) for value in values}
     if len({len(shape) for shape in shapes}) > 1:

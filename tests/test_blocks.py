@@ -1,0 +1,97 @@
+"""Tensors in blocks that are used again: the right values at all times, also for tensors that are kept."""
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from vlm_stream import blocks
+from vlm_stream.packs.media import join_rows
+from vlm_stream.workers import WorkerOptions, WorkerPool
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="blocks are Linux files without a name")
+
+NUM_ITEMS = 24
+
+
+def make_item(number):
+    """Media of different sizes, joined as collation does; two views of one tensor; a small tensor; a float one."""
+    rows = [torch.full((400 + 150 * (number % 5), 700), number, dtype=torch.uint8) for _ in range(4)]
+    pixels = join_rows("pixel_values", rows)
+    one = join_rows("single", [torch.full((600, 600), number / 2)])
+    return {"cursor": number, "halves": torch.tensor_split(pixels, 2), "one": one, "small": torch.tensor([number])}
+
+
+def job(cursor, first, stride):
+    begin = 0 if cursor is None else cursor + 1
+    for number in itertools.count(begin + first, stride):
+        if number >= NUM_ITEMS:
+            return
+        join_rows("dropped", [torch.zeros(1000, 1200)] * 2)  # taken and never sent
+        yield make_item(number)
+
+
+def is_right(item):
+    number = item["cursor"]
+    expected = make_item(number)
+    pairs = [*zip(item["halves"], expected["halves"], strict=True), (item["one"], expected["one"])]
+    return all(torch.equal(left, right) for left, right in [*pairs, (item["small"], expected["small"])])
+
+
+def run(keep, num_workers=2):
+    pool = WorkerPool(job, None, WorkerOptions(num_workers=num_workers, start_method="fork"))
+    kept, mapped, taken = [], set(), []
+    for item in pool.items(lambda: taken[-1] if taken else None):
+        taken.append(item["cursor"])
+        assert is_right(item)
+        mapped.add(item["halves"][0].untyped_storage().data_ptr())
+        kept.append(item)
+        if len(kept) > keep:
+            kept.pop(0)
+        assert all(is_right(each) for each in kept)
+    assert taken == list(range(NUM_ITEMS))
+    return kept, mapped
+
+
+@pytest.mark.parametrize("keep", [0, 1, 5])
+def test_tensors_keep_their_values_while_somebody_holds_them(keep):
+    kept, _ = run(keep)
+    assert all(is_right(item) for item in kept)  # also when the workers are gone
+
+
+def test_blocks_are_used_again():
+    _, mapped = run(0, num_workers=1)
+    assert len(mapped) < NUM_ITEMS / 2  # those in the queue, in the making and in hand; and blocks that grew
+
+
+def test_all_kept():
+    kept, mapped = run(NUM_ITEMS)
+    assert len(mapped) == NUM_ITEMS
+    assert [item["cursor"] for item in kept] == list(range(NUM_ITEMS))
+
+
+def test_without_the_right_to_look_tensors_travel_as_torch_sends_them(monkeypatch):
+    monkeypatch.setattr(blocks, "_can_look_into", lambda _pid: False)
+    run(2)
+
+
+def test_when_memory_is_short_tensors_travel_as_torch_sends_them(monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    run(2)
+
+
+def test_nothing_is_left_open_in_the_parent():
+    def is_open():
+        links = [entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink() and entry.exists()]
+        return any("memfd:vlm-stream" in str(link) for link in links)
+
+    kept, _ = run(1)
+    assert blocks._readers == {}
+    del kept
+    assert not is_open()
+    assert "memfd:vlm-stream" not in Path("/proc/self/maps").read_text()
