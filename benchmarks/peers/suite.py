@@ -27,6 +27,7 @@ __all__ = ["FIGURES", "Scale", "Suite"]
 
 Results = dict[str, Any]
 _TIMEOUT_S = 1800
+_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -227,12 +228,11 @@ def end_to_end(suite: Suite) -> Results:
     """3. Decode, encode, pack: 1 and 2 workers; ours also with compact pixels; and the processor in a loop."""
     raw = suite.raw(suite.scale.encoded)
     folders = {name: str(suite.written(name, raw, 20, counted=True)) for name in suite.loaders}
-    repeats = max(1, suite.scale.repeats // 2)
     variants = [(name, {}) for name in suite.loaders]
     if "vlm_stream" in suite.loaders:
         variants.append(("vlm_stream", {"pixels": "compact"}))
     found: Results = {"loop": []}
-    for _ in range(repeats):
+    for _ in range(suite.scale.repeats):
         found["loop"].append(suite.job("vlm_stream", "processor_loop", raw=str(raw)))
         for workers in (1, 2):
             for name, more in variants:
@@ -266,43 +266,34 @@ def balance(suite: Suite) -> Results:
 def resume(suite: Suite) -> Results:
     """6, 7. An epoch; stop at 10 % and 90 %, go on in a new process; stop with 2 ranks, go on with 1."""
     raw = suite.raw(suite.scale.main)
-    total, batch_size = suite.scale.main, 16
     found: Results = {}
     for name in suite.loaders:
         where = str(suite.written(name, raw, 250))
-        common = {"where": where, "warm": where, "shuffle": 1000, "batch_size": batch_size, "seed": 5}
-        rows = {}
-        rows["0%"] = suite.job(name, "resume", **common) | {"before": []}
+        common = {"where": where, "warm": where, "shuffle": 1000, "batch_size": _BATCH, "seed": 5}
+        rows = {"0%": suite.job(name, "resume", **common) | {"before": []}}
         for share in (0.1, 0.9):
-            state = suite.data / f"{name}-{share}.state"
-            stopped = suite.job(name, "stop", batches=int(total * share / batch_size), state=str(state), **common)
-            rows[f"{share:.0%}"] = (
-                stopped
-                if "keys" not in stopped
-                else stopped | suite.job(name, "resume", state=str(state), **common) | {"before": stopped["keys"]}
-            )
-        states = [suite.data / f"{name}-rank{rank}.state" for rank in (0, 1)]
-        halves = [
-            suite.job(
-                name,
-                "stop",
-                batches=int(total * 0.25 / batch_size),
-                state=str(state),
-                rank=rank,
-                world_size=2,
-                **common,
-            )
-            for rank, state in enumerate(states)
-        ]
-        if all("keys" in half for half in halves):
-            after = suite.job(name, "resume", state=str(states[0]), **common)
-            rows["2 ranks -> 1"] = after | {"before": halves[0]["keys"] + halves[1]["keys"]}
-        else:
-            rows["2 ranks -> 1"] = halves[0]
+            rows[f"{share:.0%}"] = _stop_and_go_on(suite, name, common, share, world_size=1)
+        rows["2 ranks -> 1"] = _stop_and_go_on(suite, name, common, 0.5, world_size=2)
         fresh = rows["0%"]
         overhead = fresh["read"] / fresh["delivered"] if "read" in fresh else 1.0
-        found[name] = {title: _continuity(row, total, overhead) for title, row in rows.items()}
+        found[name] = {title: _continuity(row, suite.scale.main, overhead) for title, row in rows.items()}
     return found
+
+
+def _stop_and_go_on(suite: Suite, name: str, common: dict[str, Any], share: float, world_size: int) -> dict[str, Any]:
+    """Stop all ranks at a share of the epoch; go on with one, from the first one's state."""
+    batches = int(suite.scale.main * share / _BATCH / world_size)
+    before: list[str] = []
+    stopped: dict[str, Any] = {}
+    for rank in reversed(range(world_size)):
+        state = suite.data / f"{name}-{share}-{rank}.state"
+        ranks = {"rank": rank, "world_size": world_size}
+        stopped = suite.job(name, "stop", batches=batches, state=str(state), **common, **ranks)
+        if "keys" not in stopped:
+            return stopped
+        before += stopped["keys"]
+    after = suite.job(name, "resume", state=str(state), limit=suite.scale.main - len(before), **common)
+    return stopped | after | {"before": before}
 
 
 def _continuity(row: dict[str, Any], total: int, overhead: float) -> dict[str, Any]:
@@ -356,7 +347,7 @@ def damage(suite: Suite) -> Results:
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(whole, copy)
             harm(copy, open_loader(name).files)
-            found[name][title] = suite.job(name, "damage", where=str(copy), raw=str(raw))
+            found[name][title] = suite.job(name, "damage", where=str(copy), raw=str(raw), kind=title)
     return found
 
 
