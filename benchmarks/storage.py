@@ -337,7 +337,7 @@ def main() -> None:
         folder = Path(name)
         server = None
         if set(figures) - {"sequential"}:
-            server = stack.enter_context(S3Server(folder / "s3"))
+            server = stack.enter_context(S3Server(folder / "s3", "-filer.maxMB=1"))
             os.environ.update(server.environment)
         print("| figure | wanted | measured |\n|---|---|---|")
         for figure in figures:

@@ -49,8 +49,9 @@ class S3Server:
 
     bucket = "test-bucket"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self.folder = folder
+        self.flags = flags
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -102,7 +103,7 @@ class S3Server:
         weed = Path(sys.executable).with_name("weed")
         command = [str(weed), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={data}", "-filer", "-s3"]
         command += ["-master.telemetry=false", "-volume.max=5", f"-s3.config={config}"]
-        command += [f"-{flag}={port}" for flag, port in ports.items()]
+        command += [*(f"-{flag}={port}" for flag, port in ports.items()), *self.flags]
         libc = ctypes.CDLL(None)
         with (self.folder / "weed.log").open("wb") as log:
             self._process = subprocess.Popen(

@@ -155,13 +155,12 @@ def _balance_rows(found: Results) -> Iterable[Row]:
 
 
 def _resume_rows(found: Results) -> Iterable[Row]:
-    for share in ("10%", "90%"):
+    for share in ("0%", "10%", "90%"):
         runs = {name: rows[share] for name, rows in found.items()}
-        yield f"6 first batch after a resume at {share}, s", _each(runs, lambda run: f"{run['first']:.2f}")
-        yield (
-            f"6 samples re-read, lost, repeated at {share}",
-            _each(runs, lambda run: f"{run['reread']}, {run['lost']}, {run['repeated']}"),
-        )
+        title = "6 first batch of an epoch, s" if share == "0%" else f"6 first batch after a resume at {share}, s"
+        yield title, _each(runs, lambda run: f"{run['first']:.2f}")
+        if share != "0%":
+            yield f"6 samples re-read, lost, repeated at {share}", _each(runs, _continuity)
     changed = {name: rows["2 ranks -> 1"] for name, rows in found.items()}
     yield "6 lost, repeated with 2 ranks -> 1", _each(changed, lambda run: f"{run['lost']}, {run['repeated']}")
     late = {name: rows["90%"] for name, rows in found.items()}
@@ -211,11 +210,10 @@ def write_results(results: Results, file: Path, readme: Path) -> None:
         "",
         "Made by `python -m benchmarks.peers --full` and `--report`; how it is measured: [README](README.md).",
         "",
-        f"{about['date']}; {about['machine']}; Python {about['python']}, torch {about['torch']}. Medians with half the "
-        f"spread of {{repeats}} runs in turns; (2.0x): vlm_stream does twice as much in the same time.",
+        f"{about['date']}; {about['machine']}; Python {about['python']}, torch {about['torch']}. Rates and starts are "
+        "medians with half the spread of the runs; (2.0x): vlm_stream does twice as much in the same time.",
         "",
     ]
-    head[4] = head[4].replace("{repeats}", "several")
     versions = " ".join(f"| {about['versions'][name]}" for name in loaders)
     table = [
         "| figure | " + " | ".join(_TITLES[name] for name in loaders) + " |",

@@ -36,6 +36,7 @@ __all__ = ["SpanReader", "SpanResult"]
 
 T = TypeVar("T")
 _FIRST_SAMPLES = 32
+_GROWTH = 4
 SpanResult = Union["Mapping[str, memoryview]", BadSampleError]
 
 
@@ -120,13 +121,13 @@ class SpanReader:
         queue: deque[_Waiting[T]] = deque()
         options = self._options
         num_ahead = 0
-        max_samples = _FIRST_SAMPLES // 2
+        max_samples = _FIRST_SAMPLES // _GROWTH
         exhausted = False
         try:
             while queue or not exhausted:
                 # At half, so that requests are planned and merged many at a time.
                 if not exhausted and num_ahead <= options.prefetch_bytes // 2 and len(queue) <= max_samples // 2:
-                    max_samples = min(2 * max_samples, options.prefetch_samples)
+                    max_samples = min(_GROWTH * max_samples, options.prefetch_samples)
                     batch = _pull(source, options.prefetch_bytes - num_ahead, max_samples - len(queue))
                     exhausted = not batch
                     num_ahead += self._launch(batch)

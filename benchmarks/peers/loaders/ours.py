@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.loaders.base import Loader, Opening, Run
@@ -60,6 +61,7 @@ class _Run(Run):
             world_size=opening.world_size,
             collate_fn=self._collate,
             bad_budget=None,
+            store=_store_options() if opening.where.startswith("s3://") else None,
         )
         if state is not None:
             self._loader.load_state_dict(json.loads(state))
@@ -79,3 +81,9 @@ class _Run(Run):
 
     def notes(self) -> list[str]:
         return [str(bad) for bad in self._loader.ledger.newest]
+
+
+def _store_options() -> Any:
+    from vlm_stream.storage import StoreOptions
+
+    return StoreOptions(endpoint=os.environ["AWS_ENDPOINT_URL"], region=os.environ["AWS_REGION"], allow_http=True)
