@@ -155,8 +155,11 @@ def balance(loader: Loader, job: Job) -> Numbers:
     if loader.name == "vlm_stream":
         from vlm_stream.plan import StepShape, plan_report
 
-        report = plan_report(make_planner(), StepShape(world_size=ranks, micro_batches=micro))
-        return {"llm": report.llm_imbalance_step, "vit": report.vit_imbalance_step}
+        shape = StepShape(world_size=ranks, micro_batches=micro)
+        # Without the last step, which is not full: it is left out for all loaders.
+        num_steps = plan_report(make_planner(), shape).steps - 1
+        report = plan_report(make_planner(), shape, max_steps=num_steps)
+        return {"llm": report.llm_imbalance_step, "vit": report.vit_imbalance_step, "steps": num_steps}
     loads = []  # of each rank: (tokens, patches) of its steps
     for rank in range(ranks):
         opening = _opening(job, transform=_load_of, rank=rank, world_size=ranks, batch_size=8 * micro)

@@ -59,20 +59,20 @@ def reasons_of(results: Results) -> list[str]:
     """Return a line for everything that a loader cannot do or failed at."""
     found: dict[str, None] = {}
 
-    def walk(value: Any, loader: str) -> None:
+    def walk(value: Any, figure: str, loader: str) -> None:
         if isinstance(value, list):
             for each in value:
-                walk(each, loader)
+                walk(each, figure, loader)
         elif isinstance(value, dict):
             for kind in ("cannot", "error", "died"):
                 if value.get(kind):
-                    found[f"{_TITLES[loader]}: {value[kind]}"] = None
+                    found[f"{figure}, {_TITLES[loader]}: {value[kind]}"] = None
             for name, each in value.items():
-                walk(each, name if name in _TITLES else loader)
+                walk(each, figure, name if name in _TITLES else loader)
 
     for name, value in results.items():
         if name != "about":
-            walk(value, _OURS)
+            walk(value, name, _OURS)
     return list(found)
 
 
@@ -93,10 +93,10 @@ def _rates(runs: dict[str, list[dict[str, Any]]], number: Callable[[dict[str, An
     for name, value in found.items():
         if value is None:
             cells[name] = "-"
-        elif name == _OURS or ours is None:
-            cells[name] = f"{value[0]:,.0f} ±{value[1]:.0%}"
         else:
-            cells[name] = f"{value[0]:,.0f} ±{value[1]:.0%} ({ours[0] / value[0]:.1f}x)"
+            spread = f" ±{value[1]:.0%}" if len(runs[name]) > 1 else ""
+            ratio = "" if name == _OURS or ours is None else f" ({ours[0] / value[0]:.1f}x)"
+            cells[name] = f"{value[0]:,.0f}{spread}{ratio}"
     return cells
 
 
@@ -158,7 +158,7 @@ def _resume_rows(found: Results) -> Iterable[Row]:
     for share in ("0%", "10%", "90%"):
         runs = {name: rows[share] for name, rows in found.items()}
         title = "6 first batch of an epoch, s" if share == "0%" else f"6 first batch after a resume at {share}, s"
-        yield title, _each(runs, lambda run: f"{run['first']:.2f}")
+        yield title, _each(runs, lambda run: f"{run['first']:.2f}" if run["first"] else "none came")
         if share != "0%":
             yield f"6 samples re-read, lost, repeated at {share}", _each(runs, _continuity)
     changed = {name: rows["2 ranks -> 1"] for name, rows in found.items()}
@@ -225,7 +225,8 @@ def write_results(results: Results, file: Path, readme: Path) -> None:
         table.append(f"| {title} | " + " | ".join(cells.get(name, "") for name in loaders) + " |")
     reasons = ["", "What the dashes and failures mean, in the loaders' own words or ours:", ""]
     reasons += [f"- {line}" for line in reasons_of(results)]
-    lines = [*head, *table, *reasons, "", "## What explains each result", "", *EXPLANATIONS, ""]
+    remarks = ["", *about["remarks"]] if about.get("remarks") else []
+    lines = [*head, *table, *remarks, *reasons, "", "## What explains each result", "", *EXPLANATIONS, ""]
     file.write_text("\n".join(lines), encoding="utf-8")
 
     chosen = [(short, cells) for long, short in README_ROWS.items() for title, cells in rows if title == long]

@@ -88,3 +88,12 @@ def test_a_write_that_fails_half_way_leaves_no_object(s3_server, proxy):
         store.put("x", bytes(40_000_000))
     with pytest.raises(NotFoundError, match="There is nothing at"):
         store.head("x")
+
+
+def test_the_environment_alone_is_enough(s3_server, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    store = open_store(s3_server.url("by-environment"))
+    store.put("one", b"1")
+    assert store.get("one") == b"1"

@@ -126,7 +126,8 @@ def _read_file(where: str) -> bytes:
         finally:
             os.close(descriptor)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _bad("missing_file", f"there is no file {where}.") from error
+        hint = "" if os.path.isabs(where) else " (looked for in the current folder; media_dir says where files lie)"  # noqa: PTH117
+        raise _bad("missing_file", f"there is no file {where}{hint}.") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise _bad("unreadable_file", f"{where!r} cannot be read ({reason}).") from error

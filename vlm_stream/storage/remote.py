@@ -204,7 +204,8 @@ def client_settings(root: str, options: StoreOptions) -> tuple[str, dict[str, An
         # The client's own limit for a whole body would end large reads; the deadline is kept outside.
         "timeout": timedelta(seconds=options.retry.deadline_s),
     }
-    if options.allow_http or parts.scheme == "http":
+    # The environment's word for it would be lost: the client takes its options from one place.
+    if options.allow_http or parts.scheme == "http" or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
         transport["allow_http"] = True
     if options.ca_file is not None:
         try:
