@@ -241,12 +241,12 @@ def damage(loader: Loader, job: Job) -> Numbers:
         for batch in run:
             seen.update(batch)
     except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"[:300]
+        error = f"{type(caught).__name__}: {caught}"[:300].replace(job["where"], "data")
     return {
         "lost": len(expected.keys() - seen.keys()),
         "wrong": sum(checksum != expected.get(key) for key, checksum in seen.items()),
         "died": error,
-        "said": run.notes(),
+        "said": [note.replace(job["where"], "data") for note in run.notes()],
     }
 
 
