@@ -74,7 +74,9 @@ def test_all_kept():
 
 def test_without_the_right_to_look_tensors_travel_as_torch_sends_them(monkeypatch):
     monkeypatch.setattr(blocks, "_can_look_into", lambda _pid: False)
-    run(2)
+    kept, _ = run(2)
+    assert kept
+    assert "memfd:vlm-stream" not in Path("/proc/self/maps").read_text()
 
 
 def test_when_memory_is_short_tensors_travel_as_torch_sends_them(monkeypatch):
@@ -82,7 +84,9 @@ def test_when_memory_is_short_tensors_travel_as_torch_sends_them(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    run(2)
+    kept, _ = run(2)
+    assert kept
+    assert "memfd:vlm-stream" not in Path("/proc/self/maps").read_text()
 
 
 def test_nothing_is_left_open_in_the_parent():

@@ -204,8 +204,9 @@ def client_settings(root: str, options: StoreOptions) -> tuple[str, dict[str, An
         # The client's own limit for a whole body would end large reads; the deadline is kept outside.
         "timeout": timedelta(seconds=options.retry.deadline_s),
     }
-    # The environment's word for it would be lost: the client takes its options from one place.
-    if options.allow_http or parts.scheme == "http" or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
+    # The environment's word for it would be lost: the client takes these options from one place.
+    said = parts.scheme == "s3" and os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+    if options.allow_http or parts.scheme == "http" or said:
         transport["allow_http"] = True
     if options.ca_file is not None:
         try:

@@ -97,9 +97,8 @@ class VLMStream(IterableDataset[dict[str, Any]]):
 
     def _deliver(self, plans: Callable[[Planner], Iterator[MicroBatch]]) -> Iterator[Delivery]:
         options = self.options
-        if (
-            multiprocessing.current_process().daemon
-        ):  # a worker, ours or torch's; the trainer's memory is not ours to tune
+        # A daemonic process is a worker, ours or torch's; the trainer's own memory is not ours to tune.
+        if multiprocessing.current_process().daemon:
             keep_freed_memory()
         processor = open_processor(self.processor)
         datasets, planner, geometry = open_planner(self.sources, options, processor, epochs_before=self.epochs_before)
