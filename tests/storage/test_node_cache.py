@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import resource
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -68,6 +69,18 @@ def test_shards_in_recent_use_are_not_thrown_out_for_others(tmp_path):
         cache.obtain(key_of("c", 5000), filler(b"c", 5000), time.sleep)
     cache.find(key_of("a")).close()
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_download_that_ends_while_another_counts_is_counted(tmp_path):
+    """Whatever the moment of its renaming, one shard of four is in the cache when one fits."""
+    for attempt in range(100):
+        cache = NodeCache(str(tmp_path / str(attempt)), 1500)
+        with ThreadPoolExecutor(4) as threads:
+            obtained = [threads.submit(cache.obtain, key_of(name), filler(b"x"), time.sleep) for name in "abcd"]
+        kept = [future.result()[0] for future in obtained if future.exception() is None]
+        assert len(kept) == 1
+        assert all(isinstance(future.exception(), NoRoomError | None) for future in obtained)
+        kept[0].close()
 
 
 def test_files_of_others_are_neither_served_counted_nor_deleted(tmp_path):

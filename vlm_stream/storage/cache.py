@@ -148,7 +148,9 @@ class NodeCache:
             self._make_room(key, descriptor)
             download(descriptor)
             os.pwrite(descriptor, _TRAILER.pack(_MAGIC, key.size, key.digest), key.size)
-            part.rename(self._file(key, "shard"))
+            # Under the lock: whoever counts the files would otherwise miss the one that changes its name meanwhile.
+            with self._locked_folder():
+                part.rename(self._file(key, "shard"))
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         except BaseException:
             # The lock is held: nobody else can be writing to this path.
