@@ -30,7 +30,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 KB, MB = 1024, 1024 * 1024
 CONCURRENCY = 32
-ROUNDS = 5
+ROUNDS = 9
 
 
 # --- What one client does, in a process of its own. Peers import nothing of this package. -------------------------
@@ -116,12 +116,19 @@ def read_webdataset(plan: dict) -> int:
 
 
 CLIENTS = {"boto3": read_boto3, "s3fs": read_s3fs, "bare": read_bare, "ours": read_ours, "webdataset": read_webdataset}
+MODULES = {
+    "boto3": ["boto3"],
+    "s3fs": ["s3fs"],
+    "bare": ["obstore.store"],
+    "ours": ["obstore.store", "vlm_stream.storage.remote"],
+    "webdataset": ["webdataset"],
+}
 
 
 def run_client(name: str, plan_file: str) -> None:
     """Read the plan's ranges and print seconds, processor seconds and bytes; imports are not counted."""
     plan = json.loads(Path(plan_file).read_text())
-    for module in {"boto3": ["boto3"], "s3fs": ["s3fs"], "webdataset": ["webdataset"]}.get(name, ["obstore"]):
+    for module in MODULES[name]:
         __import__(module)
     if name == "ours":
         from vlm_stream.storage import Member, Span

@@ -252,9 +252,11 @@ class CountingStore(ObjectStore):
         body = super().open_range(path, offset, size)
 
         def chunks():
-            yield from body.chunks
-            with self.lock:
-                self.num_open -= 1
+            try:
+                yield from body.chunks
+            finally:
+                with self.lock:
+                    self.num_open -= 1
 
         return dataclasses.replace(body, chunks=chunks())
 

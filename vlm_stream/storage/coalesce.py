@@ -11,8 +11,7 @@ Requests come out in the order in which their first span is needed.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["RangeRequest", "plan_requests"]
 
 
-@dataclass(frozen=True, slots=True)
-class RangeRequest:
+class RangeRequest(NamedTuple):
     """One range of one shard, and which spans it serves."""
 
     root: str

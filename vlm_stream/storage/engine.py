@@ -18,6 +18,7 @@ from vlm_stream.storage.local import LocalStore
 from vlm_stream.storage.shard_download import ShardDownloads
 from vlm_stream.storage.store import Fetched, Store, open_store
 from vlm_stream.storage.traffic import Traffic
+from vlm_stream.storage.verify import crc32c_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 _FILE_THREADS = 8
+_CACHED_BYTES = 1024 * 1024
 _NAME = "vlm-stream-read"
 
 
@@ -134,5 +136,10 @@ class Engine:
             return fetch_range(store, request.path, request.offset, request.size, self._traffic)
 
         if self._options.hedge_after_s is None:
-            return read()
-        return hedged(read, self._racers, self._options.hedge_after_s, self._traffic)
+            fetched = read()
+        else:
+            fetched = hedged(read, self._racers, self._options.hedge_after_s, self._traffic)
+        if len(request.spans) > 1 or request.size > _CACHED_BYTES:
+            return fetched
+        # Summed here, while the bytes are in the processor's cache; when their sample is due they no longer are.
+        return fetched._replace(crc32c=crc32c_of(fetched.data))

@@ -168,13 +168,16 @@ class SpanReader:
         if self._pid != os.getpid():
             self._pid, self._engine, self._metrics = os.getpid(), None, ReadMetrics()
 
-    def _wait_for(self, waiting: _Waiting[T]) -> Buffer:
-        """Return a sample's bytes once they are here, from a shard that is still the one that was indexed."""
+    def _wait_for(self, waiting: _Waiting[T]) -> tuple[Buffer, int | None]:
+        """Return a sample's bytes once they are here, from a shard that is still the one that was indexed.
+
+        Beside them their checksum, where it is known already.
+        """
         futures = [flight.future for flight in waiting.flights if flight.future is not None]
         if len(futures) < len(waiting.flights):
             fetched = self._running_engine().read_now(waiting.span)
             check_unchanged(waiting.span, fetched)
-            return fetched.data
+            return fetched.data, None
         try:
             parts = [future.result() for future in futures]
         except (ReadCancelledError, CancelledError):
@@ -191,14 +194,14 @@ class SpanReader:
         span = waiting.span
         begun_s = time.perf_counter()
         try:
-            data = self._wait_for(waiting)
+            data, crc = self._wait_for(waiting)
         except NotFoundError as error:
             if not self._options.missing_is_bad:
                 raise
             self._metrics.add(samples=1, bytes_wanted=span.size, bad_samples=1)
             return BadSampleError("read", "missing_shard", f"{error} The sample is left out.")
         waited_s = time.perf_counter() - begun_s
-        damage = find_damage(span, data)
+        damage = find_damage(span, data, crc)
         if damage is not None and damage.reason in ("crc_mismatch", "truncated"):
             again = self._running_engine().read_again(span)
             check_unchanged(span, again)
@@ -221,12 +224,12 @@ def _pull(source: Iterator[tuple[T, Span]], num_bytes: int, num_samples: int) ->
     return batch
 
 
-def _span_bytes(span: Span, flights: list[_Flight], fetched: list[Fetched]) -> Buffer:
-    """Return the span's bytes out of the request, or requests, that cover it."""
+def _span_bytes(span: Span, flights: list[_Flight], fetched: list[Fetched]) -> tuple[Buffer, int | None]:
+    """Return the span's bytes out of the request, or requests, that cover it, and their checksum if it is known."""
     if len(flights) > 1:
-        return b"".join(part.data for part in fetched)
-    request, data = flights[0].request, fetched[0].data
+        return b"".join(part.data for part in fetched), None
+    request, (data, _, _, crc) = flights[0].request, fetched[0]
     if request.offset == span.offset and request.size == span.size:
-        return data
+        return data, crc
     begin = span.offset - request.offset
-    return memoryview(data)[begin : begin + span.size]
+    return memoryview(data)[begin : begin + span.size], None

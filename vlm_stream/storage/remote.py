@@ -9,6 +9,7 @@ Clients belong to a process and are built when first used, so a store may be pic
 from __future__ import annotations
 
 import os
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -50,6 +51,7 @@ class ObjectStore:
         self._scheme = scheme_of(url)
         _check_url(self._root)
         self._clients: dict[tuple[int, bool], Any] = {}
+        self._locks: dict[tuple[int, bool], threading.Lock] = {}
 
     @property
     def root(self) -> str:
@@ -152,7 +154,12 @@ class ObjectStore:
         key = (os.getpid(), patient)
         client = self._clients.get(key)
         if client is None:
-            client = self._clients[key] = self._build(patient=patient)
+            # One at a time: the threads of a reader all come here first, and a client takes milliseconds to build. The
+            # lock is this process's own, because a fork may come while another thread holds the parent's.
+            with self._locks.setdefault(key, threading.Lock()):
+                client = self._clients.get(key)
+                if client is None:
+                    client = self._clients[key] = self._build(patient=patient)
         return client
 
     def _build(self, *, patient: bool) -> Any:

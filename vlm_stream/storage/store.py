@@ -5,8 +5,7 @@ What a store knows: paths, bytes, sizes, etags. What it must not know: tars, sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from vlm_stream.errors import ConfigError, nearest_name
 from vlm_stream.storage.url import scheme_of
@@ -26,14 +25,15 @@ PutData: TypeAlias = "bytes | bytearray | memoryview | IO[bytes] | os.PathLike[s
 _REMOTE = ("s3", "gs", "az", "http", "https")
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(NamedTuple):
     """One range as it came, with what the store said of the whole object."""
 
     data: Buffer
     """Shorter than asked when the object ends before the range does."""
     object_size: int | None
     etag: str | None
+    crc32c: int | None = None
+    """Of the data, where whoever fetched it took the sum."""
 
 
 @runtime_checkable

@@ -54,8 +54,8 @@ def check_unchanged_object(url: str, expected: tuple[int | None, str | None], fe
         )
 
 
-def find_damage(span: Span, data: Buffer) -> BadSampleError | None:
-    """Return what is wrong with a span's bytes, or None."""
+def find_damage(span: Span, data: Buffer, crc: int | None = None) -> BadSampleError | None:
+    """Return what is wrong with a span's bytes, or None; their checksum is taken unless it is known."""
     if len(data) < span.size:
         return _bad(
             span,
@@ -63,7 +63,9 @@ def find_damage(span: Span, data: Buffer) -> BadSampleError | None:
             f"only {len(data)} of {span.size} are there, so the sample is left out. "
             f"The shard was cut short; copy or write it again.",
         )
-    if span.crc32c is not None and (crc := crc32c_of(data)) != span.crc32c:
+    if crc is None and span.crc32c is not None:
+        crc = crc32c_of(data)
+    if span.crc32c is not None and crc != span.crc32c:
         return _bad(
             span,
             "crc_mismatch",
