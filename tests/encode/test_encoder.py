@@ -7,8 +7,10 @@ import copy
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen2_5_VLProcessor
 
 from vlm_stream.encode import IGNORE, EncodeConfig, Encoder
+from vlm_stream.encode.call_processor import _takes_parts
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.media import ImageConfig, decode_audio, decode_image, decode_video
 from vlm_stream.testing import FAMILIES, build_processor, make_jpeg, make_mp4, make_wav
@@ -95,6 +97,32 @@ def test_ids_and_tensors_are_what_the_processor_gives_itself(family):
         answer = encoder.processor.tokenizer.decode(sample["labels"][learned], skip_special_tokens=True)
         assert answer.strip() == "A red square."
         assert torch.equal(sample["labels"][learned], sample["input_ids"][learned])
+    assert _takes_parts(encoder.processor, {}), "the slow way was taken"
+
+
+class WantsTensors(Qwen2_5_VLProcessor):
+    """A class that does not take options for its parts."""
+
+    __module__ = "transformers.models.elsewhere"
+
+    def __call__(self, **arguments):
+        if "images_kwargs" in arguments:
+            raise TypeError("unexpected keyword argument 'images_kwargs'")
+        return super().__call__(**arguments)
+
+
+def test_a_class_without_options_for_its_parts_is_called_as_a_whole(qwen):
+    parts = qwen.processor
+    encoder = Encoder(
+        WantsTensors(parts.image_processor, parts.tokenizer, parts.video_processor, chat_template=parts.chat_template)
+    )
+    for conversation in (chat(text("Hello?")), chat(IMAGE, text("What is it?"))):
+        expected = qwen.encode(conversation, MEMBERS)
+        for _ in range(2):
+            sample = encoder.encode(conversation, MEMBERS)
+            assert set(sample) == set(expected)
+            assert all(torch.equal(value, sample[key]) for key, value in expected.items())
+    assert not _takes_parts(encoder.processor, {})
 
 
 def test_nothing_that_goes_in_is_changed(qwen):
