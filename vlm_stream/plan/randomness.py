@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.random import Philox
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -38,7 +39,7 @@ class Key:
 
 def words(key: Key, count: int) -> npt.NDArray[np.uint64]:
     """Return `count` random 64-bit words of that key."""
-    philox = np.random.Philox(key=int.from_bytes(key.digest(), "little"))
+    philox = Philox(key=int.from_bytes(key.digest(), "little"))
     return np.asarray(philox.random_raw(count), dtype=np.uint64)
 
 

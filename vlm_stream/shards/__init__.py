@@ -1,12 +1,13 @@
 """Shards: records become verified, indexed WebDataset tars; tars made elsewhere become usable as they are.
 
 Enters: records, or tars. Leaves: `shard-*.tar`, an index for each, the ledger and `dataset.json`; and, for training,
-`load_manifest` and `read_index`. Must not be known here: plans, collation, how a model consumes a sample.
+`load_manifest`, `read_index` and `read_joint_index`. Must not be known here: plans, collation, how a model consumes a
+sample.
 
 In the order in which the data meets the files: `options`, `order` and `sizing` (which record goes where), `job` (what a
 restart must know), `engines/`, `shard_task` (one shard), `media_bytes`, `sample`, `counting`, `tar`, `writer`, `rows`,
-`schema`, `columns`, `index_columns`, `index`, `flush`, `manifest`, `layout`, `convert` (the whole); `fields`, `foreign`
-(tars made elsewhere); `verify`, `recount`, `stats`.
+`schema`, `columns`, `index_columns`, `index`, `joint_index`, `flush`, `manifest`, `layout`, `convert` (the whole);
+`fields`, `foreign` (tars made elsewhere); `verify`, `recount`, `stats`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from vlm_stream.shards.counting import load_processor, template_digest
 from vlm_stream.shards.fields import FieldMap, is_text_member, to_conversation
 from vlm_stream.shards.foreign import IndexOptions, index_tars
 from vlm_stream.shards.index import ShardIndex, fetch_index, open_index, read_index
+from vlm_stream.shards.joint_index import JointIndex, read_joint_index
 from vlm_stream.shards.manifest import Manifest, ShardEntry, Totals, load_manifest
 from vlm_stream.shards.options import ShardOptions
 from vlm_stream.shards.recount import RecountReport, recount
@@ -27,6 +29,7 @@ __all__ = [
     "FieldMap",
     "Histogram",
     "IndexOptions",
+    "JointIndex",
     "Manifest",
     "Problem",
     "RecountReport",
@@ -45,6 +48,7 @@ __all__ = [
     "make_shards",
     "open_index",
     "read_index",
+    "read_joint_index",
     "recount",
     "template_digest",
     "to_conversation",

@@ -31,6 +31,7 @@ from vlm_stream.shards.job import (
     remove_job,
     save_job,
 )
+from vlm_stream.shards.joint_index import with_joint_index
 from vlm_stream.shards.layout import JOB_FOLDER, LEDGER, MANIFEST
 from vlm_stream.shards.manifest import Manifest, Totals, load_manifest, save_manifest
 from vlm_stream.shards.options import ShardOptions
@@ -223,6 +224,7 @@ def _finish(store: Store, job: Job, parts: dict[int, ShardPart], manifest: Manif
         home="" if is_local(store) else store.root,
         job=job.fingerprint,
     )
+    manifest = with_joint_index(store, manifest)
     save_manifest(store, manifest)
     remove_job(store)
     if is_local(store):

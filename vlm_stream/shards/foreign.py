@@ -21,6 +21,7 @@ from vlm_stream.shards.counting import open_counter
 from vlm_stream.shards.engines import LocalEngine
 from vlm_stream.shards.fields import FieldMap, guess_fields, is_text_member, to_conversation
 from vlm_stream.shards.index import decode_index, encode_index
+from vlm_stream.shards.joint_index import with_joint_index
 from vlm_stream.shards.layout import LEDGER, MANIFEST, index_name, split_member_name
 from vlm_stream.shards.manifest import Manifest, ShardEntry, load_manifest, save_manifest
 from vlm_stream.shards.object_reader import ObjectReader
@@ -123,6 +124,7 @@ def index_tars(
         home="" if is_local(tars) else out.root,
         dropped=dict(sorted(dropped.items())),
     )
+    manifest = with_joint_index(out, manifest)
     save_manifest(out, manifest)
     return manifest
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from vlm_stream.errors import DatasetError, NotFoundError
@@ -24,7 +24,7 @@ from vlm_stream.storage.values import Member, Span
 from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -35,7 +35,16 @@ if TYPE_CHECKING:
     from vlm_stream.storage import Store
     from vlm_stream.tokens import MediaColumns
 
-__all__ = ["ShardIndex", "decode_index", "encode_index", "fetch_index", "open_index", "read_index", "recounted_index"]
+__all__ = [
+    "ShardIndex",
+    "decode_index",
+    "encode_index",
+    "fetch_index",
+    "open_index",
+    "read_index",
+    "recounted_index",
+    "write_table",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: `places` is kept once it was asked for
@@ -47,10 +56,8 @@ class ShardIndex:
     """[n] First byte of the sample in the shard."""
     size: npt.NDArray[np.int64]
     """[n] Length of its byte range."""
-    data: bytes
-    """The index as it is stored."""
-    where: str = "index"
-    """What messages call it."""
+    load_places: Callable[[], SamplePlaces]
+    """Decodes the rest."""
     root: str = ""
     """URL of the folder that the shard's path is relative to."""
     path: str = ""
@@ -60,7 +67,7 @@ class ShardIndex:
     @cached_property
     def places(self) -> SamplePlaces:
         """Return where samples and their members lie."""
-        return decode_places(self.data, self.where)
+        return self.load_places()
 
     @property
     def keys(self) -> pa.StringArray:
@@ -164,10 +171,11 @@ def encode_index(rows: Sequence[SampleRow]) -> bytes:
     schema = index_schema()
     columns = zip(*(row.to_tuple() for row in rows), strict=True) if rows else [[] for _ in schema.names]
     arrays = [to_array(list(values), field.type) for values, field in zip(columns, schema, strict=True)]
-    return _write(pa.table(arrays, schema=schema))
+    return write_table(pa.table(arrays, schema=schema))
 
 
-def _write(table: pa.Table) -> bytes:
+def write_table(table: pa.Table) -> bytes:
+    """Return the Parquet bytes of a table of this schema."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -183,13 +191,13 @@ def recounted_index(data: bytes, text_tokens: Sequence[int]) -> bytes:
 
     table = read_table(data, "index")
     number = table.schema.get_field_index("text_tokens")
-    return _write(table.set_column(number, "text_tokens", to_array(text_tokens, pa.int32())))
+    return write_table(table.set_column(number, "text_tokens", to_array(text_tokens, pa.int32())))
 
 
 def decode_index(data: bytes, *, where: str = "index", media: Collection[str] = MEDIA) -> ShardIndex:
     """Read the Parquet bytes of an index; `media` are the kinds that the shard has, where that is known."""
     columns, offset, size = decode_plan_columns(data, where, media)
-    return ShardIndex(media=columns, offset=offset, size=size, data=data, where=where)
+    return ShardIndex(media=columns, offset=offset, size=size, load_places=partial(decode_places, data, where))
 
 
 def read_index(store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-__all__ = ["MEDIA", "SamplePlaces", "decode_places", "decode_plan_columns", "read_table"]
+__all__ = ["MEDIA", "JointPlaces", "SamplePlaces", "decode_places", "decode_plan_columns", "read_table"]
 
 MEDIA: Final = ("images", "videos", "audios")
 
@@ -115,18 +115,40 @@ def decode_plan_columns(
 
 def decode_places(data: bytes, where: str) -> SamplePlaces:
     """Read what fetching needs beyond that."""
-    table = read_table(data, where, ("key", "crc32c", "members"))
-    members = _plain(table.column("members"))
-    with _telling(where):
-        splits, places = _ragged(members, ("offset", "size"))
-        crc32c = to_numbers(_plain(table.column("crc32c")))
-    return SamplePlaces(
-        keys=_plain(table.column("key")),
-        crc32c=crc32c,
-        member_splits=splits,
-        member_names=list(map(sys.intern, members.values.field("name").to_pylist())),  # few names, many members
-        member_places=_stack(places, ("offset", "size")),
-    )
+    places = JointPlaces(data, where)
+    return places.cut(0, len(places))
+
+
+class JointPlaces:
+    """Where the samples of one or many shards lie; names are made for those that are cut out."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        """Decode."""
+        table = read_table(data, where, ("key", "crc32c", "members"))
+        members = _plain(table.column("members"))
+        self._keys = _plain(table.column("key"))
+        self._names = members.values.field("name")
+        with _telling(where):
+            self._splits, places = _ragged(members, ("offset", "size"))
+            self._crc32c = to_numbers(_plain(table.column("crc32c")))
+        self._places = _stack(places, ("offset", "size"))
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._keys)
+
+    def cut(self, begin: int, end: int) -> SamplePlaces:
+        """Return the places of the samples in a range of rows."""
+        splits = self._splits[begin : end + 1]
+        first, last = int(splits[0]), int(splits[-1])
+        names = self._names.slice(first, last - first).to_pylist()
+        return SamplePlaces(
+            keys=self._keys.slice(begin, end - begin),
+            crc32c=self._crc32c[begin:end],
+            member_splits=splits - first,
+            member_names=list(map(sys.intern, names)),  # few names, many members
+            member_places=self._places[first:last],
+        )
 
 
 def _plain(column: pa.ChunkedArray) -> pa.Array:

@@ -17,7 +17,16 @@ import numpy as np
 
 from vlm_stream.conversation import MEDIA_TYPES
 from vlm_stream.errors import BadSampleError, ConfigError, NotFoundError, StorageError
-from vlm_stream.shards.layout import JOB_FILE, JOB_FOLDER, LEDGER, MANIFEST, index_name, part_name, shard_name
+from vlm_stream.shards.layout import (
+    JOB_FILE,
+    JOB_FOLDER,
+    JOINT_INDEX,
+    LEDGER,
+    MANIFEST,
+    index_name,
+    part_name,
+    shard_name,
+)
 from vlm_stream.shards.manifest import FORMAT_VERSION
 from vlm_stream.shards.shard_task import ShardPart
 
@@ -166,7 +175,7 @@ def clear_target(store: Store) -> None:
     ours = [
         info.path
         for info in store.list()
-        if info.path in (MANIFEST, LEDGER)
+        if info.path in (MANIFEST, LEDGER, JOINT_INDEX)
         or info.path.startswith(f"{JOB_FOLDER}/")
         or (info.path.startswith("shard-") and info.path.endswith((".tar", ".index.parquet")))
     ]

@@ -10,6 +10,7 @@ from typing import Final
 __all__ = [
     "JOB_FILE",
     "JOB_FOLDER",
+    "JOINT_INDEX",
     "LEDGER",
     "MANIFEST",
     "index_name",
@@ -21,6 +22,8 @@ __all__ = [
 
 MANIFEST: Final = "dataset.json"
 LEDGER: Final = "ledger.jsonl"
+JOINT_INDEX: Final = "index.parquet"
+"""The indexes of all shards in one, where the dataset is small."""
 JOB_FOLDER: Final = ".job"
 """What an unfinished conversion remembers; gone once the manifest is written."""
 JOB_FILE: Final = f"{JOB_FOLDER}/job.json"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import reduce
+from operator import add, attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import DatasetError, NotFoundError
@@ -43,14 +45,12 @@ class Totals:
     audios: int = 0
     audio_seconds: float = 0.0
 
-    def __add__(self, other: Totals) -> Totals:
-        """Add field by field."""
-        return Totals(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
     @classmethod
     def sum(cls, parts: Iterable[Totals]) -> Totals:
-        """Add many."""
-        return sum(parts, start=cls())
+        """Add field by field, from the first to the last (`sum` rounds floats otherwise in newer Pythons)."""
+        columns = {f.name: attrgetter(f.name) for f in fields(cls)}
+        each = list(parts)
+        return cls(**{name: reduce(add, map(value, each), getattr(cls(), name)) for name, value in columns.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +100,8 @@ class Manifest:
     """Records that are not in the shards, counted by stage and reason; the ledger names each."""
     job: str = ""
     """Fingerprint of the conversion's input and options."""
+    joint_index_sha256: str = ""
+    """Of the object with all indexes in one, where there is one."""
     version: int = FORMAT_VERSION
 
     @property
@@ -179,7 +181,7 @@ def load_manifest(store: Store) -> Manifest:
             f"Finish it with: vlm-stream make-shards --resume; for tars made elsewhere run: vlm-stream index"
         ) from error
     manifest = Manifest.from_json(text, where=f"{store.root}/{MANIFEST}")
-    if manifest.home != store.root:
+    if manifest.home != store.root and any(shard.etag for shard in manifest.shards):
         shards = tuple(replace(shard, etag=None) for shard in manifest.shards)
         manifest = replace(manifest, shards=shards)
     return manifest

@@ -19,6 +19,7 @@ from vlm_stream.shards.counting import open_counter
 from vlm_stream.shards.engines import LocalEngine
 from vlm_stream.shards.fields import is_text_member, to_conversation
 from vlm_stream.shards.index import decode_index, recounted_index
+from vlm_stream.shards.joint_index import with_joint_index
 from vlm_stream.shards.layout import index_name
 from vlm_stream.shards.manifest import load_manifest, save_manifest
 from vlm_stream.shards.sample import picked_frames
@@ -153,7 +154,7 @@ def recount(
         shards=tuple(entries[shard.name] for shard in manifest.shards),
         tokens=open_counter(processor).note,
     )
-    save_manifest(dataset, counted)
+    save_manifest(dataset, with_joint_index(dataset, counted))
     return RecountReport(
         url=dataset.root,
         digest=counted.digest,

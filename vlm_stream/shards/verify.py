@@ -19,7 +19,8 @@ from vlm_stream.errors import BadSampleError, DatasetError, NotFoundError
 from vlm_stream.shards.engines import LocalEngine
 from vlm_stream.shards.fields import is_text_member, to_conversation
 from vlm_stream.shards.index import ShardIndex, decode_index
-from vlm_stream.shards.layout import index_name
+from vlm_stream.shards.joint_index import check_joint_index
+from vlm_stream.shards.layout import JOINT_INDEX, index_name
 from vlm_stream.shards.manifest import load_manifest
 from vlm_stream.shards.object_reader import ObjectReader
 from vlm_stream.shards.tar import iter_members
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vlm_stream.shards.fields import FieldMap
-    from vlm_stream.shards.manifest import ShardEntry
+    from vlm_stream.shards.manifest import Manifest, ShardEntry
     from vlm_stream.storage import Member, Store, StoreOptions
 
 __all__ = ["Problem", "VerifyReport", "verify_dataset"]
@@ -114,6 +115,8 @@ def verify_dataset(
         if on_shard is not None:
             on_shard(shard, len(manifest.shards), len(problems))
     problems = [problem for shard in manifest.shards for problem in found[shard.name]]
+    if manifest.joint_index_sha256 and not {"missing_index", "damaged_index"} & {problem.kind for problem in problems}:
+        problems += _joint_problems(dataset, manifest)
     totals = manifest.totals
     return VerifyReport(
         url=dataset.root,
@@ -123,6 +126,14 @@ def verify_dataset(
         problems=(*problems, *_unlisted(open_store(manifest.tars or dataset.root, store), set(found))),
         seconds=round(time.perf_counter() - begin, 3),
     )
+
+
+def _joint_problems(store: Store, manifest: Manifest) -> list[Problem]:
+    try:
+        check_joint_index(store, manifest)
+    except DatasetError as error:
+        return [Problem(kind="wrong_joint_index", shard=JOINT_INDEX, detail=str(error))]
+    return []
 
 
 def _unlisted(store: Store, listed: set[str]) -> list[Problem]:

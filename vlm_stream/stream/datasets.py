@@ -7,7 +7,7 @@ plan, spans for the reader. Indexes are read when the plan first needs a shard a
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +16,7 @@ import pyarrow.parquet  # noqa: F401 - every stream reads indexes; later, it wou
 
 from vlm_stream.errors import DatasetError
 from vlm_stream.plan import Ref, SampleColumns, SourceSpec
-from vlm_stream.shards import fetch_index, load_manifest, open_index, template_digest
+from vlm_stream.shards import fetch_index, load_manifest, open_index, read_joint_index, template_digest
 from vlm_stream.storage import open_store
 from vlm_stream.stream.counting import num_media
 from vlm_stream.tokens import count_tokens, join_columns
@@ -24,46 +24,57 @@ from vlm_stream.tokens import count_tokens, join_columns
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vlm_stream.shards import Manifest, ShardIndex
+    from vlm_stream.shards import JointIndex, Manifest, ShardIndex
     from vlm_stream.storage import Span, Store, StoreOptions
     from vlm_stream.stream.sources import SourceOptions
     from vlm_stream.tokens import Geometry, MediaSizes
 
-__all__ = ["OpenDatasets"]
+__all__ = ["OpenDatasets", "open_manifests"]
 
 logger = logging.getLogger(__name__)
 
 _INDEX_THREADS: Final = 32
+_ROWS_PER_INDEX: Final = 1000
+"""To ask for one index more takes as long as so many rows more in one that is there."""
+
+
+def open_manifests(
+    sources: Sequence[SourceOptions], store_options: StoreOptions | None
+) -> list[tuple[Store, Manifest]]:
+    """Return the store of each source, and what its manifest says."""
+    stores = [open_store(source.url, store_options) for source in sources]
+    return [(store, load_manifest(store)) for store in stores]
 
 
 class OpenDatasets:
-    """Manifests at once, indexes on demand."""
+    """Indexes of opened datasets, on demand."""
 
     def __init__(
         self,
         sources: Sequence[SourceOptions],
+        opened: Sequence[tuple[Store, Manifest]],
         geometry: Geometry,
         *,
         fake_tokens: int = 0,
-        store_options: StoreOptions | None = None,
         max_indexes: int = 1024,
     ) -> None:
-        """Open every manifest; raise `DatasetError` where one has no samples.
+        """Raise `DatasetError` where a dataset has no samples; nothing is read yet.
 
         Args:
             sources: The datasets.
+            opened: What `open_manifests` returned for them.
             geometry: How media become tokens.
             fake_tokens: What the image costs that text-only samples get; 0: they get none.
-            store_options: How to reach their stores.
             max_indexes: Indexes that are kept in memory.
         """
         self._sources = tuple(sources)
         self._geometry = geometry
         self._fake_tokens = fake_tokens
         self._max_indexes = max_indexes
-        self._stores: list[Store] = [open_store(source.url, store_options) for source in sources]
-        self.manifests: list[Manifest] = [load_manifest(store) for store in self._stores]
+        self._stores: list[Store] = [store for store, _ in opened]
+        self.manifests: list[Manifest] = [manifest for _, manifest in opened]
         self._indexes: OrderedDict[tuple[int, int], ShardIndex] = OrderedDict()
+        self._joint: dict[int, JointIndex | None] = {}
         self._counted: dict[tuple[int, int], SampleColumns] = {}
         for source, manifest in zip(self._sources, self.manifests, strict=True):
             if not any(shard.totals.samples for shard in manifest.shards):
@@ -116,6 +127,8 @@ class OpenDatasets:
     def prefetch(self, shards: Sequence[tuple[int, int]]) -> None:
         """Read the indexes of shards that the plan is about to ask for, side by side, and count them all at once."""
         missing = [place for place in shards if place not in self._indexes]
+        self._join(missing)
+        missing = [place for place in missing if self._joint.get(place[0]) is None]
         if len(missing) > 1:
             # Threads wait, this one decodes what has come: small steps of many threads get in each other's way.
             with ThreadPoolExecutor(min(_INDEX_THREADS, len(missing))) as pool:
@@ -170,9 +183,27 @@ class OpenDatasets:
     def _index(self, source: int, shard: int) -> ShardIndex:
         place = (source, shard)
         if place not in self._indexes:
-            self._keep(place, self._open_index(place, self._fetch_index(place)))
+            joint = self._joint.get(source)
+            self._keep(place, joint.shard(shard) if joint else self._open_index(place, self._fetch_index(place)))
         self._indexes.move_to_end(place)
         return self._indexes[place]
+
+    def _join(self, places: Sequence[tuple[int, int]]) -> None:
+        """Read the joint indexes of sources of which many shards are asked for."""
+        for source, count in Counter(source for source, _ in places).items():
+            manifest = self.manifests[source]
+            num_samples = sum(shard.totals.samples for shard in manifest.shards)
+            if source in self._joint or not manifest.joint_index_sha256 or count * _ROWS_PER_INDEX < num_samples:
+                continue
+            try:
+                self._joint[source] = read_joint_index(self._stores[source], manifest)
+            except DatasetError as error:
+                self._joint[source] = None
+                logger.warning(
+                    "%s The indexes of its shards are read one by one instead, so the start takes longer; "
+                    "write it again with: vlm-stream index",
+                    error,
+                )
 
     def _fetch_index(self, place: tuple[int, int]) -> bytes:
         source, shard = place

@@ -264,7 +264,8 @@ _CHOICES: dict[str, Sequence[str | bool]] = {
 
 def _has_type(value: Any, declared: str) -> bool:
     """Tell whether a value is of one of the types that a field names; False where that takes more than a look."""
-    return ("None" if value is None else type(value).__name__) in declared.split(" | ")
+    types = declared.split(" | ")
+    return ("None" if value is None else type(value).__name__) in types or ("CollateFn" in types and callable(value))
 
 
 def _check_choices(options: Mapping[str, Any]) -> None:

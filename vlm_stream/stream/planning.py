@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import ConfigError
 from vlm_stream.plan import Planner
-from vlm_stream.shards import load_manifest
-from vlm_stream.storage import open_store
 from vlm_stream.stream.counting import apply_frame_options, count_fake_image
-from vlm_stream.stream.datasets import OpenDatasets
+from vlm_stream.stream.datasets import OpenDatasets, open_manifests
 from vlm_stream.tokens import Geometry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vlm_stream.shards import Manifest
+    from vlm_stream.storage import Store
     from vlm_stream.stream.options import StreamOptions
     from vlm_stream.stream.sources import SourceOptions
 
@@ -32,7 +32,8 @@ def open_planner(
         processor: Counts media; None: the geometry that the datasets were counted with.
         epochs_before: Epochs of earlier iterations, which come on top of `options.epochs`.
     """
-    geometry = _stored_geometry(sources, options) if processor is None else Geometry.from_processor(processor)
+    opened = open_manifests(sources, options.store)
+    geometry = Geometry.from_processor(processor) if processor is not None else _stored_geometry(opened)
     geometry = apply_frame_options(geometry, options)
     fake_tokens = 0
     if options.fake_image:
@@ -44,9 +45,9 @@ def open_planner(
         fake_tokens = count_fake_image(processor, geometry)
     datasets = OpenDatasets(
         sources,
+        opened,
         geometry,
         fake_tokens=fake_tokens,
-        store_options=options.store,
         max_indexes=max(1024, 3 * options.group_shards * len(sources)),
     )
     config = options.plan(f"{geometry.digest()}+{fake_tokens}", epochs_before=epochs_before)
@@ -54,10 +55,10 @@ def open_planner(
     return datasets, planner, geometry
 
 
-def _stored_geometry(sources: Sequence[SourceOptions], options: StreamOptions) -> Geometry:
+def _stored_geometry(opened: Sequence[tuple[Store, Manifest]]) -> Geometry:
     found: dict[str, Geometry] = {}
-    for source in sources:
-        stored = load_manifest(open_store(source.url, options.store)).tokens.geometry
+    for _, manifest in opened:
+        stored = manifest.tokens.geometry
         geometry = Geometry.from_json(stored) if stored else Geometry.unknown()
         found.setdefault(geometry.digest(), geometry)
     if len(found) > 1:

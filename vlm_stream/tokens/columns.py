@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["MediaColumns", "TokenColumns", "join_columns"]
+__all__ = ["MediaColumns", "TokenColumns", "cut_columns", "join_columns"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,6 +61,26 @@ class TokenColumns:
     """[n] Patches that enter the vision tower."""
     vision_squares: npt.NDArray[np.float64]
     """[n] Sum over images and frames of patches squared: what full attention in the vision tower costs."""
+
+
+def cut_columns(columns: MediaColumns, begin: int, end: int) -> MediaColumns:
+    """Return the columns of the samples from `begin` up to `end`."""
+    image, video, audio = (
+        splits[begin : end + 1] for splits in (columns.image_splits, columns.video_splits, columns.audio_splits)
+    )
+    images, videos, audios = (slice(int(splits[0]), int(splits[-1])) for splits in (image, video, audio))
+    return MediaColumns(
+        text_tokens=columns.text_tokens[begin:end],
+        image_splits=image - images.start,
+        image_sizes=columns.image_sizes[images],
+        video_splits=video - videos.start,
+        video_sizes=columns.video_sizes[videos],
+        video_fps=columns.video_fps[videos],
+        video_seconds=columns.video_seconds[videos],
+        video_picked=columns.video_picked[videos],
+        audio_splits=audio - audios.start,
+        audio_sizes=columns.audio_sizes[audios],
+    )
 
 
 def join_columns(parts: Sequence[MediaColumns]) -> MediaColumns:

@@ -1,0 +1,172 @@
+"""All indexes in one: the same as each by itself, and no more than a shortcut."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vlm_stream import StreamLoader
+from vlm_stream.shards import (
+    index_tars,
+    joint_index,
+    load_manifest,
+    make_shards,
+    read_index,
+    read_joint_index,
+    verify_dataset,
+)
+from vlm_stream.shards import recount as recount_dataset
+from vlm_stream.shards.foreign import IndexOptions
+from vlm_stream.storage import open_store
+from vlm_stream.tokens import MediaColumns
+
+JOINT = "index.parquet"
+
+
+@pytest.fixture(scope="session")
+def many_shards(toy_meta: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy dataset as 25 shards (shared: copy it before changing it)."""
+    out = tmp_path_factory.mktemp("many") / "out"
+    make_shards(toy_meta, out, samples_per_shard=8)
+    return out
+
+
+@pytest.fixture
+def dataset(many_shards: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(many_shards, tmp_path / "copy"))
+
+
+def assert_same(folder: Path) -> None:
+    store = open_store(str(folder))
+    manifest = load_manifest(store)
+    joint = read_joint_index(store, manifest)
+    for number, entry in enumerate(manifest.shards):
+        cut, single = joint.shard(number), read_index(store, entry, tars=manifest.tars)
+        for field in fields(MediaColumns):
+            one, other = getattr(cut.media, field.name), getattr(single.media, field.name)
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other, err_msg=field.name)
+        np.testing.assert_array_equal(cut.crc32c, single.crc32c)
+        assert len(cut) == len(single)
+        for row in range(len(single)):
+            assert cut.span(row) == single.span(row)
+            assert cut.key(row) == single.key(row)
+            assert cut.sizes(row) == single.sizes(row)
+            assert cut.keys.index(single.key(row)).as_py() == row
+        assert cut.totals(5) == single.totals(5)
+
+
+def keys_of(folder: Path) -> list[str]:
+    """Return the keys of an epoch in their order."""
+    loader = StreamLoader(
+        str(folder), processor=None, mode="plain", window=64, seed=3, collate_fn=lambda rows, _: {"rows": rows}
+    )
+    return [row.key for batch in loader for row in batch["rows"]]
+
+
+def without_indexes(folder: Path) -> None:
+    for path in folder.glob("shard-*.index.parquet"):
+        path.unlink()
+
+
+def test_each_shard_is_what_its_own_index_says(many_shards):
+    assert_same(many_shards)
+    assert verify_dataset(str(many_shards)).problems == ()
+
+
+def test_shards_without_samples_are_there_too(tmp_path):
+    raw = tmp_path / "data.jsonl"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    broken = {"messages": [*turns, {"role": "nobody", "content": ""}]}
+    records = [broken if 4 <= number < 8 else {"messages": turns} for number in range(40)]
+    raw.write_text("".join(json.dumps(record) + "\n" for record in records))
+    make_shards(raw, tmp_path / "out", samples_per_shard=2, bad_budget=1.0)
+    samples = [shard.totals.samples for shard in load_manifest(open_store(str(tmp_path / "out"))).shards]
+    assert len(samples) == 20
+    assert samples.count(0) == 2
+    assert_same(tmp_path / "out")
+
+
+def test_a_run_needs_no_other_index(dataset):
+    expected = keys_of(dataset)
+    without_indexes(dataset)
+    assert len(expected) == len(set(expected)) == 200
+    assert keys_of(dataset) == expected
+
+
+@pytest.mark.parametrize("damage", ["gone", "flipped", "of another dataset"])
+def test_without_it_the_order_is_the_same_and_one_line_says_so(dataset, damage, caplog):
+    expected = keys_of(dataset)
+    path = dataset / JOINT
+    data = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    elif damage == "flipped":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(bytes(data))
+    else:
+        shutil.copy(dataset / "shard-000000.index.parquet", path)
+    with caplog.at_level(logging.WARNING):
+        assert keys_of(dataset) == expected
+    (line,) = (record.getMessage() for record in caplog.records)
+    fact = "is missing" if damage == "gone" else "is not the one that the manifest describes"
+    assert line == (
+        f"{dataset}/{JOINT} {fact}. The indexes of its shards are read one by one instead, so the start takes longer; "
+        f"write it again with: vlm-stream index"
+    )
+    (problem,) = verify_dataset(str(dataset)).problems
+    assert (problem.kind, problem.shard) == ("wrong_joint_index", JOINT)
+
+
+def test_verify_finds_one_that_says_something_else(dataset):
+    store = open_store(str(dataset))
+    manifest = load_manifest(store)
+    (dataset / "shard-000001.index.parquet").rename(dataset / "other")
+    shutil.copy(dataset / "shard-000002.index.parquet", dataset / "shard-000001.index.parquet")
+    wrong = joint_index.with_joint_index(store, manifest)
+    (dataset / "other").rename(dataset / "shard-000001.index.parquet")
+    (dataset / "dataset.json").write_text(wrong.to_json())
+    (problem,) = verify_dataset(str(dataset)).problems
+    assert "does not hold what the indexes of the shards do" in problem.detail
+
+
+def test_a_recount_writes_it_anew(dataset, saved_processor):
+    before = (dataset / JOINT).read_bytes()
+    recount_dataset(str(dataset), processor=str(saved_processor))
+    assert (dataset / JOINT).read_bytes() != before
+    assert_same(dataset)
+    assert verify_dataset(str(dataset)).problems == ()
+
+
+def test_tars_made_elsewhere_get_one(dataset, tmp_path):
+    index_tars([f"{dataset}/shard-{{000000..000024}}.tar"], IndexOptions(out=str(tmp_path / "out")))
+    assert_same(tmp_path / "out")
+    assert len(keys_of(tmp_path / "out")) == 200
+
+
+def test_few_shards_and_many_samples_get_none(toy_shards, toy_meta, tmp_path, monkeypatch):
+    assert not (toy_shards / JOINT).exists()
+    assert load_manifest(open_store(str(toy_shards))).joint_index_sha256 == ""
+    monkeypatch.setattr(joint_index, "_MAX_SAMPLES", 100)
+    make_shards(toy_meta, tmp_path / "out", samples_per_shard=8)
+    assert not (tmp_path / "out" / JOINT).exists()
+
+
+def test_overwriting_removes_it(dataset, toy_meta):
+    make_shards(toy_meta, dataset, samples_per_shard=64, overwrite=True)
+    assert not (dataset / JOINT).exists()
+    assert verify_dataset(str(dataset)).problems == ()
+
+
+def test_a_few_shards_of_many_samples_are_read_one_by_one(dataset, monkeypatch):
+    """All indexes of a large dataset take longer to read than the ones of a window."""
+    monkeypatch.setattr("vlm_stream.stream.datasets._ROWS_PER_INDEX", 1)
+    expected = keys_of(dataset)
+    (dataset / JOINT).unlink()
+    assert keys_of(dataset) == expected
