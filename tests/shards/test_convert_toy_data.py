@@ -11,7 +11,7 @@ import tarfile
 import warnings
 from pathlib import Path
 
-import google_crc32c
+import crc32c
 import numpy as np
 import pytest
 from PIL import Image
@@ -59,7 +59,7 @@ def test_index_rows_describe_the_tar(toy_shards: Path) -> None:
             members = {member.name: (member.offset_data, member.size) for member in tar}
         for row in range(len(index)):
             span = index.span(row)
-            assert google_crc32c.value(data[span.offset : span.offset + span.size]) == span.crc32c
+            assert crc32c.crc32c(data[span.offset : span.offset + span.size]) == span.crc32c
             for member in span.members:
                 assert members.pop(f"{index.key(row)}.{member.name}") == (member.offset, member.size)
         assert not members

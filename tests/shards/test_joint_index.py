@@ -52,13 +52,12 @@ def assert_same(folder: Path) -> None:
             one, other = getattr(cut.media, field.name), getattr(single.media, field.name)
             assert one.dtype == other.dtype
             np.testing.assert_array_equal(one, other, err_msg=field.name)
-        np.testing.assert_array_equal(cut.crc32c, single.crc32c)
+        assert (cut.keys, cut.crc32c) == (single.keys, single.crc32c)
         assert len(cut) == len(single)
         for row in range(len(single)):
             assert cut.span(row) == single.span(row)
             assert cut.key(row) == single.key(row)
             assert cut.sizes(row) == single.sizes(row)
-            assert cut.keys.index(single.key(row)).as_py() == row
         assert cut.totals(5) == single.totals(5)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vlm_stream.plan.queue import Place, UnitQueue, UnitTable
     from vlm_stream.plan.values import Dropped, StepShape
 
-__all__ = ["Block", "Partial", "Progress", "Step", "next_block", "unit_at"]
+__all__ = ["Block", "Partial", "Progress", "Step", "next_block", "units_at"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +95,22 @@ def next_block(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows:
     return Block(table=table, shape=shape, balance=balance, rows=rows, before=before, after=after)
 
 
-def unit_at(table: UnitTable, number: int, unit_per_cost: float) -> Unit:
-    """Build one unit of a table."""
-    window = table.windows[int(table.window[number])]
-    unit = int(table.unit[number])
-    begin, end = int(window.splits[unit]), int(window.splits[unit + 1])
-    return Unit(
-        refs=tuple(map(Ref._make, window.samples.refs[begin:end].tolist())),
-        tokens=int(table.tokens[number]),
-        llm_cost=int(table.llm[number]) * unit_per_cost,
-        vit_cost=int(table.vit[number]) * unit_per_cost,
-    )
+def units_at(table: UnitTable, numbers: npt.NDArray[np.int64], unit_per_cost: float) -> list[Unit]:
+    """Build units of a table, all at once: single numbers come out of an array much more slowly."""
+    columns = (table.window, table.unit, table.tokens, table.llm, table.vit)
+    units = []
+    for place, unit, tokens, llm, vit in zip(*(column[numbers].tolist() for column in columns), strict=True):
+        window = table.windows[place]
+        refs = window.samples.refs[window.splits[unit] : window.splits[unit + 1]].tolist()
+        units.append(
+            Unit(
+                refs=tuple(map(Ref._make, refs)),
+                tokens=tokens,
+                llm_cost=llm * unit_per_cost,
+                vit_cost=vit * unit_per_cost,
+            )
+        )
+    return units
 
 
 class Step:
@@ -154,11 +159,9 @@ class Step:
 
     def units(self, rank: int, micro: int) -> tuple[Unit | None, ...]:
         """Return the rows of one micro-batch; None is a filler row without labels."""
-        scale = 1.0 / self._block.balance.costs.scale
-        return tuple(
-            None if number < 0 else unit_at(self._block.table, number, scale)
-            for number in self._grid[micro, rank].tolist()
-        )
+        numbers = self._grid[micro, rank]
+        units = iter(units_at(self._block.table, numbers[numbers >= 0], 1.0 / self._block.balance.costs.scale))
+        return tuple(None if number < 0 else next(units) for number in numbers.tolist())
 
     def state_after(self, micro: int | None = None) -> dict[str, Any]:
         """Return the state once all ranks have consumed the step up to and with that micro-step (all by default)."""

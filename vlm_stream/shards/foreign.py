@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-import google_crc32c
+import crc32c
 
 from vlm_stream.conversation import iter_media
 from vlm_stream.errors import BadSampleError, ConfigError, DatasetError
@@ -230,7 +230,7 @@ def _to_row(key: str, group: list[tuple[str, TarMember]], fields: FieldMap, coun
     crc = 0
     for _, member in group:
         for piece in (member.header, member.content, member.pad):
-            crc = google_crc32c.extend(crc, piece)
+            crc = crc32c.crc32c(piece, crc)
     begin, end = group[0][1].begin, group[-1][1].end
     if sum(len(m.header) + len(m.content) + len(m.pad) for _, m in group) != end - begin:
         raise BadSampleError("convert", "split_sample", "other entries of the tar lie between the sample's members.")

@@ -69,13 +69,17 @@ class ShardIndex:
         """Return where samples and their members lie."""
         return self.load_places()
 
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int]]:
+        return list(zip(self.offset.tolist(), self.size.tolist(), strict=True))
+
     @property
-    def keys(self) -> pa.StringArray:
+    def keys(self) -> list[str]:
         """Return [n] what the samples are called."""
         return self.places.keys
 
     @property
-    def crc32c(self) -> npt.NDArray[np.uint32]:
+    def crc32c(self) -> list[int]:
         """Return [n] the checksums of the samples' ranges."""
         return self.places.crc32c
 
@@ -85,13 +89,13 @@ class ShardIndex:
 
     def key(self, row: int) -> str:
         """Return one sample's key."""
-        return str(self.keys[row])
+        return self.keys[row]
 
     def members(self, row: int) -> tuple[Member, ...]:
         """Return one sample's files, in tar order."""
         places = self.places
-        begin, end = places.member_splits[row : row + 2].tolist()
-        names, ranges = places.member_names[begin:end], places.member_places[begin:end].tolist()
+        begin, end = places.member_splits[row : row + 2]
+        names, ranges = places.member_names[begin:end], places.member_places[begin:end]
         return tuple([Member(name, offset, size) for name, (offset, size) in zip(names, ranges, strict=True)])
 
     def sizes(self, row: int) -> MediaSizes:
@@ -119,15 +123,9 @@ class ShardIndex:
 
     def span(self, row: int) -> Span:
         """Return where one sample's bytes lie."""
+        offset, size = self._ranges[row]
         return Span(
-            root=self.root,
-            path=self.path,
-            offset=int(self.offset[row]),
-            size=int(self.size[row]),
-            crc32c=int(self.crc32c[row]),
-            members=self.members(row),
-            shard_size=self.shard_size,
-            etag=self.etag,
+            self.root, self.path, offset, size, self.places.crc32c[row], self.members(row), self.shard_size, self.etag
         )
 
     def member_span(self, row: int, name: str) -> Span:

@@ -30,17 +30,20 @@ MEDIA: Final = ("images", "videos", "audios")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplePlaces:
-    """What n samples are called, where their members lie, and what their bytes add up to."""
+    """What n samples are called, where their members lie, and what their bytes add up to.
 
-    keys: pa.StringArray
+    Lists, because samples are asked for one by one, and numbers come out of an array much more slowly.
+    """
+
+    keys: list[str]
     """[n]"""
-    crc32c: npt.NDArray[np.uint32]
+    crc32c: list[int]
     """[n] Checksum of the sample's range."""
-    member_splits: npt.NDArray[np.int64]
+    member_splits: list[int]
     """[n + 1]"""
     member_names: list[str]
     """[members] Without the key."""
-    member_places: npt.NDArray[np.int64]
+    member_places: list[list[int]]
     """[members, 2] First content byte in the shard, and content size."""
 
 
@@ -143,11 +146,11 @@ class JointPlaces:
         first, last = int(splits[0]), int(splits[-1])
         names = self._names.slice(first, last - first).to_pylist()
         return SamplePlaces(
-            keys=self._keys.slice(begin, end - begin),
-            crc32c=self._crc32c[begin:end],
-            member_splits=splits - first,
+            keys=self._keys.slice(begin, end - begin).to_pylist(),
+            crc32c=self._crc32c[begin:end].tolist(),
+            member_splits=(splits - first).tolist(),
             member_names=list(map(sys.intern, names)),  # few names, many members
-            member_places=self._places[first:last],
+            member_places=self._places[first:last].tolist(),
         )
 
 

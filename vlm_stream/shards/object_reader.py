@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
-import google_crc32c
+import crc32c
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -86,6 +86,6 @@ class ObjectReader:
             return False
         self._chunk = self._next.result()
         self._used = 0
-        self._crc = google_crc32c.extend(self._crc, self._chunk)
+        self._crc = crc32c.crc32c(self._chunk, self._crc)
         self._ask()
         return bool(self._chunk)

@@ -228,8 +228,8 @@ class _ShardCheck:
                 )
                 return
             crc = crc32c_of(data)
-            if crc != int(index.crc32c[row]):
-                detail = f"crc32c is {crc:08x}, the index says {int(index.crc32c[row]):08x}"
+            if crc != index.crc32c[row]:
+                detail = f"crc32c is {crc:08x}, the index says {index.crc32c[row]:08x}"
                 self.note("crc_mismatch", f"{detail}; the sample has {size} bytes.", key=key, offset=offset)
                 continue
             self._check_members(key, offset, data, index, row)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import IO, TYPE_CHECKING, Final
 
-import google_crc32c
+import crc32c
 
 from vlm_stream.shards.rows import MemberPlace, SampleRow
 from vlm_stream.shards.tar import END_OF_TAR, member_header, padding
@@ -48,7 +48,7 @@ class ShardWriter:
             header = member_header(f"{key}.{name}", len(content))
             places.append(MemberPlace(name, position + len(header), len(content)))
             for piece in (header, content, bytes(padding(len(content)))):
-                crc = google_crc32c.extend(crc, piece)
+                crc = crc32c.crc32c(piece, crc)
                 position += len(piece)
                 self._batch.append(piece)
         self._batch_bytes += position - begin
@@ -77,7 +77,7 @@ class ShardWriter:
     def _write_batch(self) -> None:
         pieces, self._batch, self._batch_bytes = self._batch, [], 0
         for piece in pieces:
-            self._crc = google_crc32c.extend(self._crc, piece)
+            self._crc = crc32c.crc32c(piece, self._crc)
         write_all(self._file.fileno(), pieces)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import AccessError, ConfigError, NotFoundError, StorageError
+from vlm_stream.storage.reused_memory import ReusedMemory
 from vlm_stream.storage.store import Buffer, Fetched, PutData
 from vlm_stream.storage.url import check_path, join_url, local_path
 from vlm_stream.storage.values import ObjectInfo
@@ -28,6 +29,7 @@ __all__ = ["LocalStore"]
 _MAX_OPEN_FILES = 128
 _TEMP_PREFIX = ".vlm-stream-"
 _COPY_BYTES = 1 << 20
+_REUSED_BYTES = 64 << 20
 
 
 class _OpenFile:
@@ -50,6 +52,7 @@ class LocalStore:
         """Remember where the folder is; it need not exist before the first write."""
         self._folder = local_path(url)
         self._open_files: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._memory = ReusedMemory(_REUSED_BYTES)
 
     @property
     def root(self) -> str:
@@ -73,7 +76,8 @@ class LocalStore:
         """Return one range and the file's size. Local files have no etag: copies of a dataset must stay equal."""
         try:
             file = self._open(path)  # held by name: whoever lets go last closes it
-            data = os.pread(file.descriptor, size, offset)
+            memory = self._memory.take(size)
+            data = os.pread(file.descriptor, size, offset) if memory is None else _fill(memory, file.descriptor, offset)
             if len(data) < size:
                 data = _read_rest(file.descriptor, data, offset, size)
             return Fetched(data, os.fstat(file.descriptor).st_size, None)
@@ -155,7 +159,12 @@ class LocalStore:
         return file
 
 
-def _read_rest(descriptor: int, data: bytes, offset: int, size: int) -> bytes:
+def _fill(memory: memoryview, descriptor: int, offset: int) -> memoryview:
+    """Read into memory, and return as much of it as was filled, for reading alone."""
+    return memory[: os.preadv(descriptor, [memory], offset)].toreadonly()
+
+
+def _read_rest(descriptor: int, data: Buffer, offset: int, size: int) -> bytes:
     """Finish a short read: the kernel stops at 2 GB, network file systems where they like, the end of file for good."""
     parts = [data]
     num_read = len(data)

@@ -177,8 +177,7 @@ class OpenDatasets:
     def find_key(self, source: int, shard: int, key: str) -> int | None:
         """Return the row of the sample with that key in a shard, if it is there."""
         keys = self._index(source, shard).keys
-        row = keys.index(key).as_py()
-        return row if row >= 0 else None
+        return keys.index(key) if key in keys else None
 
     def _index(self, source: int, shard: int) -> ShardIndex:
         place = (source, shard)

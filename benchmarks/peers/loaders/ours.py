@@ -54,7 +54,7 @@ class _Run(Run):
             mode="plain",
             batch_size=opening.batch_size,
             shuffle=bool(opening.shuffle),
-            window=max(opening.shuffle, opening.batch_size),
+            window=opening.shuffle or 4096,
             seed=opening.seed,
             num_workers=opening.workers,
             rank=opening.rank,
