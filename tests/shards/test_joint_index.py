@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from vlm_stream import StreamLoader
+from vlm_stream.errors import AccessError, DatasetError
 from vlm_stream.shards import (
     index_tars,
     joint_index,
@@ -23,10 +25,14 @@ from vlm_stream.shards import (
 )
 from vlm_stream.shards import recount as recount_dataset
 from vlm_stream.shards.foreign import IndexOptions
+from vlm_stream.shards.index import write_table
+from vlm_stream.shards.index_columns import read_table
+from vlm_stream.shards.layout import index_name
 from vlm_stream.storage import open_store
+from vlm_stream.storage.local import LocalStore
 from vlm_stream.tokens import MediaColumns
 
-JOINT = "index.parquet"
+JOINT = "dataset.indexes.parquet"
 
 
 @pytest.fixture(scope="session")
@@ -123,13 +129,38 @@ def test_without_it_the_order_is_the_same_and_one_line_says_so(dataset, damage, 
     assert (problem.kind, problem.shard) == ("wrong_joint_index", JOINT)
 
 
-def test_verify_finds_one_that_says_something_else(dataset):
+def test_a_store_that_refuses_it_is_read_without_it(dataset, monkeypatch, caplog):
+    expected = keys_of(dataset)
+    get = LocalStore.get
+
+    def refuse(store, path):
+        if path == JOINT:
+            raise AccessError("403")
+        return get(store, path)
+
+    monkeypatch.setattr(LocalStore, "get", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert keys_of(dataset) == expected
+    assert "could not be read: 403 The indexes of its shards are read one by one instead" in caplog.text
+
+
+def test_indexes_that_the_manifest_does_not_describe_are_not_joined(dataset):
     store = open_store(str(dataset))
-    manifest = load_manifest(store)
-    (dataset / "shard-000001.index.parquet").rename(dataset / "other")
     shutil.copy(dataset / "shard-000002.index.parquet", dataset / "shard-000001.index.parquet")
-    wrong = joint_index.with_joint_index(store, manifest)
-    (dataset / "other").rename(dataset / "shard-000001.index.parquet")
+    with pytest.raises(DatasetError, match=r"shard-000001.index.parquet is not the index that the manifest describes"):
+        joint_index.with_joint_index(store, load_manifest(store))
+
+
+def test_no_shards_index_can_have_its_name():
+    assert not JOINT.endswith(index_name(".tar"))
+
+
+def test_verify_finds_one_that_says_something_else(dataset):
+    manifest = load_manifest(open_store(str(dataset)))
+    table = read_table((dataset / JOINT).read_bytes(), JOINT)
+    data = write_table(table.take(list(range(len(table)))[::-1]))
+    (dataset / JOINT).write_bytes(data)
+    wrong = replace(manifest, joint_index_sha256=hashlib.sha256(data).hexdigest())
     (dataset / "dataset.json").write_text(wrong.to_json())
     (problem,) = verify_dataset(str(dataset)).problems
     assert "does not hold what the indexes of the shards do" in problem.detail

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vlm_stream.errors import BadBudgetError, ConfigError, VlmStreamError
+from vlm_stream.errors import BadBudgetError, ConfigError, StorageError, VlmStreamError
 from vlm_stream.shards import load_manifest, make_shards
 from vlm_stream.shards.engines import LocalEngine
 from vlm_stream.shards.shard_task import ShardContext, write_shard
@@ -94,6 +94,27 @@ def test_full_disk_ends_with_a_sentence_and_can_be_continued(
     assert "Traceback" not in result.stderr
     make_shards(toy_meta, tmp_path / "out", samples_per_shard=64, resume=True)
     assert digests(tmp_path / "out") == digests(toy_shards)
+
+
+def test_a_shard_that_the_disk_lost_is_written_again(toy_meta: Path, tmp_path: Path, monkeypatch, digests) -> None:
+    """The system says once that a flush failed, and may have forgotten the bytes."""
+    fsync, failed = os.fsync, []
+
+    def fail_once(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.name == "shard-000001.tar" and not failed:
+            failed.append(path)
+            path.write_bytes(bytes(path.stat().st_size))
+            raise OSError(5, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    with pytest.raises(StorageError, match=r"shard-000001.tar could not be brought to disk \(Input/output error\)"):
+        make_shards(toy_meta, tmp_path / "cut", samples_per_shard=64)
+    assert failed
+    make_shards(toy_meta, tmp_path / "cut", samples_per_shard=64, resume=True)
+    make_shards(toy_meta, tmp_path / "whole", samples_per_shard=64)
+    assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux for the path of a descriptor")

@@ -206,6 +206,23 @@ def test_a_cache_that_is_too_small_serves_what_fits(s3_shards, s3_server, tmp_pa
     assert "raise cache_bytes" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_at_the_wrong_moment_leaves_nothing_locked(tmp_path):
+    cache = NodeCache(tmp_path, 10_000)
+    cache.obtain(key_of("a"), filler(b"a"), time.sleep)[0].close()
+    with cache._locked_folder():
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            shard, _ = pool.submit(cache.obtain, key_of("b"), filler(b"b"), time.sleep).result(timeout=30)
+        assert shard.read(0, 3) == b"bbb"
+        shard.close()
+    finally:
+        child.kill()
+        child.join()
+
+
 def _read_on_a_full_disk(shards, folder, options, out):
     # The kernel refuses to grow files beyond this: the error of a full disk, without filling one.
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

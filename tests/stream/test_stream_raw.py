@@ -98,3 +98,17 @@ def test_a_sample_survives_pickling_as_bytes(toy_shards):
 def test_what_only_encoded_batches_have_is_refused(toy_shards, options):
     with pytest.raises(ConfigError, match=r"without a processor batches are bytes, so .* cannot be honoured"):
         next(iter(StreamLoader(toy_shards, processor=None, mode="plain", **options)))
+
+
+def test_what_a_collate_fn_calls_input_ids_need_not_be_a_tensor(toy_shards):
+    def collate(rows, _processor):
+        return {"input_ids": [len(row.key) for row in rows]}
+
+    batch = next(iter(StreamLoader(toy_shards, processor=None, mode="plain", batch_size=4, collate_fn=collate)))
+    assert batch == {"input_ids": [9] * 4}
+
+
+def test_a_collate_fn_must_return_a_dict(toy_shards):
+    loader = StreamLoader(toy_shards, processor=None, mode="plain", batch_size=4, collate_fn=lambda rows, _: rows)
+    with pytest.raises(ConfigError, match="collate_fn returned list, but a batch is a dict"):
+        next(iter(loader))

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlm_stream.shards.layout import index_name, shard_name
+from vlm_stream.errors import StorageError
+from vlm_stream.shards.layout import index_name, part_name, shard_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -43,9 +44,17 @@ def flush_behind(folder: str, parts: Iterable[ShardPart], *, kept: Iterable[int]
 
 def _flush(folder: str, number: int) -> None:
     tar = shard_name(number)
-    for name in (tar, index_name(tar)):
-        descriptor = os.open(Path(folder, name), os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    try:
+        for name in (tar, index_name(tar)):
+            descriptor = os.open(Path(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        # The system says so once and may forget the bytes: the shard must not count as finished.
+        Path(folder, part_name(number)).unlink(missing_ok=True)
+        raise StorageError(
+            f"{tar} could not be brought to disk ({error.strerror or error}), so it will be written again. "
+            f"Check the disk and its free space, and go on with --resume."
+        ) from error

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ShardIndex",
+    "check_index",
     "decode_index",
     "encode_index",
     "fetch_index",
@@ -69,19 +70,17 @@ class ShardIndex:
         """Return where samples and their members lie."""
         return self.load_places()
 
-    @cached_property
-    def _ranges(self) -> list[tuple[int, int]]:
-        return list(zip(self.offset.tolist(), self.size.tolist(), strict=True))
-
     @property
     def keys(self) -> list[str]:
         """Return [n] what the samples are called."""
-        return self.places.keys
+        keys: list[str] = self.places.keys.to_pylist()
+        return keys
 
     @property
     def crc32c(self) -> list[int]:
         """Return [n] the checksums of the samples' ranges."""
-        return self.places.crc32c
+        sums: list[int] = self.places.crc32c.tolist()
+        return sums
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -89,13 +88,14 @@ class ShardIndex:
 
     def key(self, row: int) -> str:
         """Return one sample's key."""
-        return self.keys[row]
+        key: str = self.places.keys[row].as_py()
+        return key
 
     def members(self, row: int) -> tuple[Member, ...]:
         """Return one sample's files, in tar order."""
         places = self.places
-        begin, end = places.member_splits[row : row + 2]
-        names, ranges = places.member_names[begin:end], places.member_places[begin:end]
+        begin, end = places.member_splits[row : row + 2].tolist()
+        names, ranges = places.member_names[begin:end], places.member_places[begin:end].tolist()
         return tuple([Member(name, offset, size) for name, (offset, size) in zip(names, ranges, strict=True)])
 
     def sizes(self, row: int) -> MediaSizes:
@@ -123,10 +123,8 @@ class ShardIndex:
 
     def span(self, row: int) -> Span:
         """Return where one sample's bytes lie."""
-        offset, size = self._ranges[row]
-        return Span(
-            self.root, self.path, offset, size, self.places.crc32c[row], self.members(row), self.shard_size, self.etag
-        )
+        offset, size, crc = self.offset[row].item(), self.size[row].item(), self.places.crc32c[row].item()
+        return Span(self.root, self.path, offset, size, crc, self.members(row), self.shard_size, self.etag)
 
     def member_span(self, row: int, name: str) -> Span:
         """Return where one member of a sample lies; where the whole sample lies if it has no such member.
@@ -228,18 +226,24 @@ def fetch_index(store: Store, shard: ShardEntry) -> bytes:
         ) from error
 
 
-def open_index(data: bytes, store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex:
-    """Check the bytes of a shard's index against the manifest and decode them: the part of `read_index` that computes.
-
-    Raises:
-        DatasetError: The index is damaged, or not the one that the manifest describes.
-    """
+def check_index(data: bytes, store: Store, shard: ShardEntry) -> str:
+    """Return what messages call an index; raise `DatasetError` where it is not the one that the manifest describes."""
     where = f"{store.root}/{index_name(shard.name)}"
     if hashlib.sha256(data).hexdigest() != shard.index_sha256:
         raise DatasetError(
             f"{where} is not the index that the manifest describes: it was replaced, or a recount was interrupted. "
             f"Run the recount again, or: vlm-stream index"
         )
+    return where
+
+
+def open_index(data: bytes, store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex:
+    """Check the bytes of a shard's index against the manifest and decode them: the part of `read_index` that computes.
+
+    Raises:
+        DatasetError: The index is damaged, or not the one that the manifest describes.
+    """
+    where = check_index(data, store, shard)
     index = decode_index(data, where=where, media=[kind for kind in MEDIA if getattr(shard.totals, kind)])
     if len(index) != shard.totals.samples:
         raise DatasetError(f"{where} has {len(index)} samples, the manifest says {shard.totals.samples}.")

@@ -1,8 +1,8 @@
 """All indexes of a small dataset in one object, so that a run with many shards need not ask for them one by one.
 
-Enters: a store and a manifest. Leaves: `index.parquet` beside the manifest, whose digest the manifest states; or the
-`ShardIndex` of any shard, cut out of it. It is a copy: where it is missing or not the one that the manifest describes,
-the indexes of the shards say the same, only later.
+Enters: a store and a manifest. Leaves: `dataset.indexes.parquet` beside the manifest, whose digest the manifest states;
+or the `ShardIndex` of any shard, cut out of it. It is a copy: where it is missing or not the one that the manifest
+describes, the indexes of the shards say the same, only later.
 
 Large datasets have none. A run shuffles over a few thousand samples at a time; where these lie in a handful of shards,
 a handful of indexes is soon read, and all indexes of the dataset would not be.
@@ -17,8 +17,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
-from vlm_stream.errors import DatasetError, NotFoundError
-from vlm_stream.shards.index import ShardIndex, fetch_index, write_table
+from vlm_stream.errors import DatasetError, NotFoundError, StorageError
+from vlm_stream.shards.index import ShardIndex, check_index, fetch_index, write_table
 from vlm_stream.shards.index_columns import MEDIA, JointPlaces, decode_plan_columns, read_table
 from vlm_stream.shards.layout import JOINT_INDEX
 from vlm_stream.tokens import cut_columns
@@ -85,12 +85,20 @@ def with_joint_index(store: Store, manifest: Manifest) -> Manifest:
 
 
 def _join(store: Store, manifest: Manifest) -> pa.Table:
-    """Return the rows of all indexes in the order of their shards."""
+    """Return the rows of all indexes in the order of their shards.
+
+    Raises:
+        DatasetError: One of them is not the one that the manifest describes: what is joined would be trusted.
+    """
     import pyarrow as pa
 
     with ThreadPoolExecutor(_THREADS) as pool:
         indexes = pool.map(lambda shard: fetch_index(store, shard), manifest.shards)
-        return pa.concat_tables([read_table(data, "index") for data in indexes]).combine_chunks()
+        tables = []
+        for shard, data in zip(manifest.shards, indexes, strict=True):
+            check_index(data, store, shard)
+            tables.append(read_table(data, "index"))
+        return pa.concat_tables(tables).combine_chunks()
 
 
 def read_joint_index(store: Store, manifest: Manifest) -> JointIndex:
@@ -119,6 +127,8 @@ def _fetch(store: Store, manifest: Manifest) -> bytes:
         data = bytes(store.get(JOINT_INDEX))
     except NotFoundError as error:
         raise DatasetError(f"{where} is missing.") from error
+    except StorageError as error:  # some stores say 403 of what is not there
+        raise DatasetError(f"{where} could not be read: {error}") from error
     if hashlib.sha256(data).hexdigest() != manifest.joint_index_sha256:
         raise DatasetError(f"{where} is not the one that the manifest describes.")
     return data

@@ -69,9 +69,15 @@ class LocalFile:
                     "Keep inputs still while they are converted, and start again."
                 )
         parts = []
-        while size_bytes > 0 and (part := os.pread(self._descriptor, size_bytes, begin)):
-            parts.append(part)
-            begin, size_bytes = begin + len(part), size_bytes - len(part)
+        try:
+            while size_bytes > 0 and (part := os.pread(self._descriptor, size_bytes, begin)):
+                parts.append(part)
+                begin, size_bytes = begin + len(part), size_bytes - len(part)
+        except OSError as error:
+            raise SourceError(
+                f"{self.path}: byte {begin:,} could not be read ({error.strerror or error}). Check the disk and the "
+                "mount, and go on with --resume."
+            ) from error
         if size_bytes:
             raise SourceError(
                 f"{self.path}: the file became shorter while it was read: {size_bytes} bytes are missing before byte "

@@ -217,6 +217,8 @@ class NodeCache:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
+            # Not only closed: a process that was forked meanwhile has it open too, and would keep it locked.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def _file(self, key: ShardKey, kind: str) -> Path:

@@ -29,7 +29,8 @@ __all__ = ["LocalStore"]
 _MAX_OPEN_FILES = 128
 _TEMP_PREFIX = ".vlm-stream-"
 _COPY_BYTES = 1 << 20
-_REUSED_BYTES = 64 << 20
+# One for all stores of a process: a mixture has many.
+_MEMORY = ReusedMemory(64 << 20)
 
 
 class _OpenFile:
@@ -52,7 +53,6 @@ class LocalStore:
         """Remember where the folder is; it need not exist before the first write."""
         self._folder = local_path(url)
         self._open_files: OrderedDict[str, _OpenFile] = OrderedDict()
-        self._memory = ReusedMemory(_REUSED_BYTES)
 
     @property
     def root(self) -> str:
@@ -76,7 +76,7 @@ class LocalStore:
         """Return one range and the file's size. Local files have no etag: copies of a dataset must stay equal."""
         try:
             file = self._open(path)  # held by name: whoever lets go last closes it
-            memory = self._memory.take(size)
+            memory = _MEMORY.take(size)
             data = os.pread(file.descriptor, size, offset) if memory is None else _fill(memory, file.descriptor, offset)
             if len(data) < size:
                 data = _read_rest(file.descriptor, data, offset, size)

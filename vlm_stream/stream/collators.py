@@ -115,7 +115,13 @@ class CustomCollator:
     def __call__(self, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Call it: a packed row is a list of samples, any other row a sample."""
         given = rows if self.capacity is not None else [sample for row in rows for sample in row]
-        return self._function(given, self._processor)
+        batch = self._function(given, self._processor)
+        if not isinstance(batch, dict):
+            raise ConfigError(
+                f"collate_fn returned {type(batch).__name__}, but a batch is a dict, to which names of samples may be "
+                f"added; return one, for instance {{'samples': ...}}"
+            )
+        return batch
 
 
 def make_collator(processor: Any, options: StreamOptions) -> Collator:

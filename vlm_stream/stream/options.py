@@ -107,7 +107,9 @@ class StreamOptions:
     pad_rows: bool = False
     """Pad packed rows to `pack_size`, for compiled models; otherwise to the longest of the batch."""
     collate_fn: CollateFn | None = None
-    """Called with the rows and the processor instead of our own collation; a packed row is a list of samples."""
+    """Called with the rows and the processor instead of our own collation, returns a dict; a packed row is a list of
+    samples. Without a processor nothing can stand in for what is bad or fills the last step: rows may then be fewer,
+    none at all, or empty."""
     pp_microbatches: int | None = None
     """Cut media for so many pipeline micro-batches. Rows that are not packed get their multi-axis positions here too,
     because stages behind the first have nothing to compute them from."""

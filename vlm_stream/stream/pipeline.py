@@ -12,6 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from vlm_stream.errors import BadSampleError
 from vlm_stream.ledger import BadSample
 from vlm_stream.stream.raw import RawRows
@@ -155,7 +157,7 @@ def _finish(
         num_tokens=planned if raw else sum(len(sample["input_ids"]) for row in encoded_rows for _, sample in row),
         num_planned_tokens=planned,
         num_rows=len(entry.units),
-        num_slots=batch["input_ids"].numel() if "input_ids" in batch else 0,
+        num_slots=ids.numel() if isinstance(ids := batch.get("input_ids"), Tensor) else 0,
         seconds={"fetch": fetched[0], "encode": encoded - begin, "collate": time.perf_counter() - encoded},
         reads=fetched[1],
         pid=os.getpid(),
