@@ -99,3 +99,76 @@ def test_nothing_is_left_open_in_the_parent():
     del kept
     assert not is_open()
     assert "memfd:vlm-stream" not in Path("/proc/self/maps").read_text()
+
+
+def send_twice(cursor, first, stride):
+    """Every third tensor comes again two items later, as with a trainer that asks for the last good batch."""
+    kept = None
+    for number in itertools.count(0 if cursor is None else cursor + 1, stride):
+        if number >= NUM_ITEMS:
+            return
+        value = join_rows("pixel_values", [torch.full((600, 700), number, dtype=torch.uint8)] * 4)
+        if number % 3 == 0:
+            kept = (number, value)
+        yield {"cursor": number, "sent": [(number, value)] + ([kept] if number % 3 == 2 else [])}
+
+
+def test_a_tensor_that_is_sent_again_is_the_same():
+    pool = WorkerPool(send_twice, None, WorkerOptions(num_workers=1, start_method="fork"))
+    held = []
+    for item in pool.items(lambda: None):
+        held = [*held[-1:], item]
+        for each in held:
+            for number, tensor in each["sent"]:
+                assert (tensor == number).all(), number
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_tensors_without_a_plain_storage_travel_as_torch_sends_them():
+    def job(cursor, first, stride):
+        for number in range(3):
+            yield {"cursor": number, "x": torch.eye(3).to_sparse() * number}
+
+    pool = WorkerPool(job, None, WorkerOptions(num_workers=1, start_method="fork"))
+    assert [item["x"].to_dense()[0, 0].item() for item in pool.items(lambda: None)] == [0.0, 1.0, 2.0]
+
+
+def blocks_mapped():
+    return sum("memfd:vlm-stream" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_blocks_beyond_a_few_are_given_up():
+    pool = WorkerPool(job, None, WorkerOptions(num_workers=1, start_method="fork"))
+    held, counts = [], []
+    for item in pool.items(lambda: None):
+        held = [*held, item] if item["cursor"] < 15 else []
+        counts.append(blocks_mapped())
+        assert is_right(item)
+    assert max(counts) >= 30  # two for each item
+    assert counts[-1] <= 16 + 2 * 4  # those of items that were on their way may be above the limit
+
+
+def test_a_fork_does_not_keep_the_blocks_of_other_workers():
+    def count(cursor, first, stride):
+        for number in range(4):
+            join_rows("pixel_values", [torch.zeros(1000, 1200)] * 2)
+            yield {"mapped": blocks_mapped(), "number": number}
+
+    outer = WorkerPool(job, None, WorkerOptions(num_workers=1, start_method="fork"))
+    items = outer.items(lambda: None)
+    for _ in range(5):
+        next(items)
+    assert blocks_mapped() >= 4
+    inner = WorkerPool(count, None, WorkerOptions(num_workers=1, start_method="fork"))
+    assert next(inner.items(lambda: None))["mapped"] <= 3  # its own, and the two of the item that is in use
+    inner.close()
+    items.close()
+
+
+def test_without_files_to_spare_tensors_travel_as_torch_sends_them(monkeypatch):
+    def refuse(*_):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    kept, _ = run(2)
+    assert kept

@@ -76,6 +76,24 @@ def test_items_come_in_order(num_workers):
     assert pool.pids() == []
 
 
+@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
+def test_workers_start_in_every_way(start_method):
+    seen, pool = run(Numbers(), num_workers=2, start_method=start_method)
+    assert seen == list(range(COUNT))
+    assert pool.num_restarts == 0
+
+
+def give_functions(cursor, first, stride):
+    for number in range(cursor + first, COUNT, stride):
+        yield number, (lambda: 0) if number == 4 else os.getpid()
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_what_cannot_be_sent_ends_the_run_with_a_sentence(num_workers):
+    with pytest.raises(WorkerError, match=r"a batch cannot be sent by its worker.*lambda.*Let collate_fn return"):
+        run(give_functions, num_workers=num_workers)
+
+
 @pytest.mark.parametrize("at", [0, 7, COUNT - 1])
 def test_a_killed_worker_is_replaced(tmp_path, caplog, at):
     with caplog.at_level(logging.WARNING):
@@ -129,11 +147,13 @@ def test_closing_early_leaves_no_process():
             os.kill(pid, 0)
 
 
-def test_workers_end_with_their_parent():
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_workers_end_with_their_parent(start_method):
     code = (
         "import os, signal, sys; sys.path.insert(0, os.getcwd());"
         "from tests.test_workers import Numbers; from vlm_stream.workers import WorkerOptions, WorkerPool;"
-        "pool = WorkerPool(Numbers(), 0, WorkerOptions(num_workers=2)); items = pool.items(lambda: 0); next(items);"
+        f"options = WorkerOptions(num_workers=2, start_method='{start_method}');"
+        "pool = WorkerPool(Numbers(), 0, options); items = pool.items(lambda: 0); next(items);"
         "print(*pool.pids(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -4,6 +4,8 @@ A pack's pixels are a hundred megabytes. In fresh shared memory every page of th
 in the parent, which takes eight times as long as writing the values. So a worker keeps a few blocks: it joins pixels in
 one, the parent maps it (once) and says when it has dropped the last tensor in it, and the worker fills it again.
 
+No more than a few are kept: what a trainer that holds many batches needs beyond them is given up after one use.
+
 Blocks are files without a name (`memfd`), opened by the parent through the worker's entry in /proc: nothing is left
 behind by a kill, and a hung worker need not be asked. Where that cannot be done (not Linux, no right to look at the
 worker), there are no blocks, and tensors travel as torch sends them.
@@ -13,7 +15,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ import torch
 
 __all__ = ["BlockReader", "allocate_block", "offer_blocks"]
 
-_STEP: Final = 1 << 22
+_MIN_BYTES: Final = 1 << 22
+_KEPT_BLOCKS: Final = 16
+_MAPPING: Final = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+"""All pages at once: asked for one by one, by faults, they take several times as long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,10 +39,17 @@ class _Block:
     descriptor: int
     size: int
     pages: mmap.mmap
-    use: int = 0
-    """How many times it was taken: a tensor of an earlier use may still be around."""
-    is_free: bool = True
-    is_sent: bool = False
+    is_held: bool = False
+    """A tensor in it is alive in the worker."""
+    num_sent: int = 0
+    """How many times a tensor in it was sent, ever."""
+    num_dropped: int = 0
+    """How many of these the parent has dropped: once all are, it says the number of the last."""
+
+    @property
+    def is_free(self) -> bool:
+        """Tell whether nobody looks at it."""
+        return not self.is_held and self.num_sent == self.num_dropped
 
 
 class _Pool:
@@ -46,73 +57,83 @@ class _Pool:
 
     def __init__(self, returned: Any) -> None:
         self._returned = returned
-        self._blocks: list[_Block] = []
-        self._at: dict[int, tuple[_Block, int]] = {}
-        """Blocks and their uses, by address."""
-        self._lock = threading.Lock()  # batches are pickled by a thread of the queue
+        self._blocks: dict[int, _Block] = {}
+        self._num_made = 0
+        self._at: dict[int, _Block] = {}
+        """Blocks that are held, by address."""
         self._is_welcome = False
 
     def allocate(self, num_bytes: int) -> torch.Tensor | None:
         """Return bytes of a block; None where the parent cannot read blocks, or memory is short."""
         while not self._returned.empty():
-            number = self._returned.get()
-            if number is None:
+            returned = self._returned.get()
+            if returned is None:
                 self._is_welcome = True
             else:
-                self._blocks[number].is_free, self._blocks[number].is_sent = True, False
+                number, self._blocks[number].num_dropped = returned
         if not self._is_welcome:
             return None
-        with self._lock:
-            block = self._take(num_bytes)
-            if block is None:
-                return None
-            block.is_free, block.is_sent, block.use = False, False, block.use + 1
-            array = np.frombuffer(block.pages, np.uint8, num_bytes)
-            self._at[array.ctypes.data] = (block, block.use)
-            weakref.finalize(array, self._dropped, array.ctypes.data, block, block.use).atexit = False
+        block = self._take(num_bytes)
+        if block is None:
+            return None
+        block.is_held = True
+        array = np.frombuffer(block.pages, np.uint8, num_bytes)
+        self._at[array.ctypes.data] = block
+        weakref.finalize(array, self._let_go, array.ctypes.data, block).atexit = False
         return torch.from_numpy(array)
 
     def _take(self, num_bytes: int) -> _Block | None:
         """Return the smallest free block that is large enough, else the largest free one, grown, else a new one."""
-        free = sorted((block for block in self._blocks if block.is_free), key=lambda block: block.size)
+        free = sorted((block for block in self._blocks.values() if block.is_free), key=lambda block: block.size)
+        for surplus in [block for block in free if block.number >= _KEPT_BLOCKS]:
+            free.remove(surplus)
+            os.close(surplus.descriptor)
+            del self._blocks[surplus.number]
         block = next((block for block in free if block.size >= num_bytes), free[-1] if free else None)
         if block is not None and block.size >= num_bytes:
             return block
-        size = -(-num_bytes // _STEP) * _STEP
-        descriptor = os.memfd_create("vlm-stream") if block is None else block.descriptor
+        size = _rounded(num_bytes)
+        descriptor = None if block is None else block.descriptor
         try:
+            if descriptor is None:
+                descriptor = os.memfd_create("vlm-stream")
             os.posix_fallocate(descriptor, 0, size)  # now, when it can be refused: a page that is missing later kills
-            pages = mmap.mmap(descriptor, size)
+            pages = mmap.mmap(descriptor, size, flags=_MAPPING)
         except OSError:
-            if block is None:
+            if block is None and descriptor is not None:
                 os.close(descriptor)
             return None
         if block is None:
-            block = _Block(len(self._blocks), descriptor, size, pages)
-            self._blocks.append(block)
+            block = self._blocks[self._num_made] = _Block(self._num_made, descriptor, size, pages)
+            self._num_made += 1
         else:
             block.size, block.pages = size, pages
         return block
 
-    def _dropped(self, address: int, block: _Block, use: int) -> None:
-        """Take back a block whose tensor was dropped without being sent. No lock: the garbage collector calls this."""
-        if self._at.get(address) == (block, use):  # else the address is that of a later use
-            del self._at[address]
-        if block.use == use and not block.is_sent:
-            block.is_free = True
+    def _let_go(self, address: int, block: _Block) -> None:
+        """Note that the worker has dropped its tensor; the garbage collector calls this, at any moment."""
+        del self._at[address]
+        block.is_held = False
 
     def reduce(self, tensor: torch.Tensor) -> Any:
         """Pickle a tensor: by its place if it lies in a block, else as torch does."""
         from torch.multiprocessing.reductions import reduce_tensor
 
-        if tensor.device.type == "cpu" and not tensor.requires_grad and type(tensor) is torch.Tensor:
-            with self._lock:
-                block, use = self._at.get(tensor.untyped_storage().data_ptr(), (None, 0))
-                if block is not None and block.use == use and not block.is_free:
-                    block.is_sent = True
-                    form = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-                    return _rebuild, (os.getpid(), block.number, block.descriptor, block.size, form)
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        if is_plain and tensor.device.type == "cpu" and not tensor.requires_grad:
+            block = self._at.get(tensor.untyped_storage().data_ptr())
+            if block is not None:
+                block.num_sent += 1
+                form = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+                place = (block.number, block.num_sent, block.descriptor, block.size)
+                return _rebuild, (os.getpid(), place, form)
         return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+
+
+def _rounded(num_bytes: int) -> int:
+    """Return a size that is at most a quarter larger: few sizes, so that blocks seldom have to grow."""
+    step = max(_MIN_BYTES, 1 << max(0, num_bytes.bit_length() - 3))
+    return -(-num_bytes // step) * step
 
 
 _pool: _Pool | None = None
@@ -122,6 +143,8 @@ _readers: dict[int, BlockReader] = {}
 def offer_blocks(returned: Any) -> None:
     """Let this worker send tensors in blocks, once the parent has said through `returned` that it can read them."""
     global _pool
+    for reader in list(_readers.values()):
+        reader.close()  # inherited by a fork: the memory of other workers would live as long as this one
     _pool = _Pool(returned)
     ForkingPickler.register(torch.Tensor, _pool.reduce)
 
@@ -140,6 +163,8 @@ class BlockReader:
         self._returned = returned
         self._pages: dict[int, mmap.mmap] = {}
         self._arrays: dict[int, weakref.ref[Any]] = {}
+        self._num_sent: dict[int, int] = {}
+        """Of each block that is to be given back, how many tensors in it were sent, up to the last that came."""
         self._dropped: deque[int] = deque()
         _readers[pid] = self
         if hasattr(os, "memfd_create") and _can_look_into(pid):
@@ -151,15 +176,21 @@ class BlockReader:
         Not done by whoever drops it: that may be the garbage collector, in the middle of anything.
         """
         while self._dropped:
-            self._returned.put(self._dropped.popleft())
+            number = self._dropped.popleft()
+            if self._arrays[number]() is not None or number not in self._num_sent:
+                continue  # another tensor in it has come meanwhile, or has come and gone and was told already
+            if number >= _KEPT_BLOCKS:
+                self._pages.pop(number, None)
+            self._returned.put((number, self._num_sent.pop(number)))
 
     def close(self) -> None:
         """Let go of the worker; tensors that are still in use keep their memory."""
         _readers.pop(self._pid, None)
         self._pages.clear()
 
-    def read(self, number: int, descriptor: int, size: int) -> Any:
+    def read(self, number: int, num_sent: int, descriptor: int, size: int) -> Any:
         """Return a block's bytes."""
+        self._num_sent[number] = num_sent
         known = self._arrays.get(number)
         array = known() if known is not None else None
         if array is not None:  # several tensors of a batch may lie in one block
@@ -168,7 +199,7 @@ class BlockReader:
         if pages is None or len(pages) < size:
             opened = os.open(f"/proc/{self._pid}/fd/{descriptor}", os.O_RDWR)
             try:
-                pages = self._pages[number] = mmap.mmap(opened, size)
+                pages = self._pages[number] = mmap.mmap(opened, size, flags=_MAPPING)
             finally:
                 os.close(opened)
         array = np.frombuffer(pages, np.uint8, size)
@@ -179,16 +210,18 @@ class BlockReader:
 
 def _can_look_into(pid: int) -> bool:
     """Tell whether the files that a process has open may be opened here."""
-    folder = Path(f"/proc/{pid}/fd")
     try:
-        return any(entry.readlink() for entry in folder.iterdir())
+        entry = next(iter(Path(f"/proc/{pid}/fd").iterdir()), None)
+        if entry is not None:
+            entry.stat()  # follows the link, which asks for the same right as opening does
     except OSError:
         return False
+    return entry is not None
 
 
-def _rebuild(pid: int, number: int, descriptor: int, size: int, form: tuple[Any, ...]) -> torch.Tensor:
+def _rebuild(pid: int, place: tuple[int, int, int, int], form: tuple[Any, ...]) -> torch.Tensor:
     dtype, shape, stride, offset = form
     reader = _readers.get(pid)
     if reader is None:
         raise RuntimeError(f"worker {pid} is not one of this process, so its tensors cannot be read")
-    return torch.from_numpy(reader.read(number, descriptor, size)).view(dtype).as_strided(shape, stride, offset)
+    return torch.from_numpy(reader.read(*place)).view(dtype).as_strided(shape, stride, offset)

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import multiprocessing
 import os
 import queue
 import signal
 import time
 import traceback
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from vlm_stream.blocks import BlockReader, offer_blocks
@@ -78,7 +80,8 @@ class _Worker:
         self.items: Any = context.Queue(maxsize=prefetch)
         self._done = context.Event()
         returned: Any = context.SimpleQueue()
-        arguments = (job, share, self.items, self._done, returned, os.getpid())
+        parent = None if context.get_start_method() == "forkserver" else os.getpid()
+        arguments = (job, share, self.items, self._done, returned, parent)
         self.process: Any = context.Process(  # type: ignore[attr-defined]
             target=_run, args=arguments, daemon=True, name="vlm-stream-worker"
         )
@@ -122,6 +125,7 @@ class WorkerPool:
                 if item is _End:  # items are numbered without gaps: there is none behind it either
                     return
                 yield item
+                del item  # a worker that is forked to replace another would keep its memory
         finally:
             self.close()
 
@@ -157,28 +161,28 @@ class WorkerPool:
             assert worker is not None  # noqa: S101 - a closed pool has no more turns
             try:
                 worker.blocks.give_back()
-                item = worker.items.get(timeout=_POLL_S)
+                item = ForkingPickler.loads(worker.items.get(timeout=_POLL_S))
             except queue.Empty:
                 waited = time.monotonic() - begin
                 if worker.process.is_alive() and (self._options.hang_s is None or waited < self._options.hang_s):
                     continue
-                self._replace(slot, cursor_behind(), waited)
+                self._replace(slot, cursor_behind(), f"has finished nothing for {waited:.0f} s")
                 begin = time.monotonic()
-            except (OSError, EOFError, RuntimeError):  # it died while its tensors were on their way
+            except (OSError, EOFError, RuntimeError) as error:  # mostly: it died while its tensors were on their way
                 worker.process.join(_JOIN_S)
-                self._replace(slot, cursor_behind(), time.monotonic() - begin)
+                self._replace(slot, cursor_behind(), f"sent a batch that could not be read ({error})")
                 begin = time.monotonic()
             else:
                 if isinstance(item, _Failure):
                     _raise(item)
                 return item
 
-    def _replace(self, slot: int, cursor: Any, waited: float) -> None:
+    def _replace(self, slot: int, cursor: Any, fault: str) -> None:
         worker = self._workers[slot]
         assert worker is not None  # noqa: S101 - only a running worker can fail
         pid, alive = worker.process.pid, worker.process.is_alive()
         self._stop(slot)
-        what = f"has finished nothing for {waited:.0f} s" if alive else f"died ({_cause(worker.process.exitcode)})"
+        what = fault if alive else f"died ({_cause(worker.process.exitcode)})"
         self.num_restarts += 1
         if self.num_restarts > self._options.max_restarts:
             raise WorkerError(
@@ -215,7 +219,7 @@ def _raise(failure: _Failure) -> None:
     raise failure.error
 
 
-def _run(job: Job, share: tuple[Any, int, int], items: Any, done: Any, returned: Any, parent: int) -> None:
+def _run(job: Job, share: tuple[Any, int, int], items: Any, done: Any, returned: Any, parent: int | None) -> None:
     """Be a worker: put items until there are no more, then wait, since tensors in the queue live in this process."""
     import torch
     import torch.multiprocessing
@@ -234,20 +238,38 @@ def _run(job: Job, share: tuple[Any, int, int], items: Any, done: Any, returned:
     except BaseException as error:
         text = traceback.format_exc()
         _put(items, _Failure(error if _survives(error) else None, text), parent)
-    while os.getppid() == parent and not done.wait(_POLL_S):
+    while _lives(parent) and not done.wait(_POLL_S):
         pass
     items.cancel_join_thread()
 
 
-def _put(items: Any, item: Any, parent: int) -> bool:
-    """Put one item; give up when the parent is gone."""
-    while os.getppid() == parent:
+def _put(items: Any, item: Any, parent: int | None) -> bool:
+    """Put one item; give up when the parent is gone.
+
+    It is pickled here: the queue's own thread drops what cannot be pickled, and the next item would take its place.
+    """
+    try:
+        data = bytes(ForkingPickler.dumps(item))
+    except Exception as error:  # a class may fail in any way when it is taken apart
+        raise WorkerError(
+            f"a batch cannot be sent by its worker process ({type(error).__name__}: {error}), so the run ends here; "
+            f"its state is good. Let collate_fn return tensors, arrays, text and numbers, or set num_workers=0."
+        ) from error
+    while _lives(parent):
         try:
-            items.put(item, timeout=_POLL_S)
+            items.put(data, timeout=_POLL_S)
         except queue.Full:
             continue
         return True
     return False
+
+
+def _lives(parent: int | None) -> bool:
+    """Tell whether the process that takes the items is there; None: a fork server stands between the two."""
+    if parent is not None:
+        return os.getppid() == parent
+    process = multiprocessing.parent_process()
+    return process is not None and process.is_alive()
 
 
 def _survives(error: BaseException) -> bool:
