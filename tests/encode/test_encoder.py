@@ -7,13 +7,16 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2_5_VLProcessor
+from transformers import MllamaProcessor, Qwen2_5_VLProcessor
+from transformers.models.mllama.image_processing_mllama import MllamaImageProcessor
 
 from vlm_stream.encode import IGNORE, EncodeConfig, Encoder
 from vlm_stream.encode.call_processor import _takes_parts
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.media import ImageConfig, decode_audio, decode_image, decode_video
+from vlm_stream.packs.media import media_of
 from vlm_stream.testing import FAMILIES, build_processor, make_jpeg, make_mp4, make_wav
+from vlm_stream.testing.tokenizer import train_tokenizer
 from vlm_stream.tokens.frames import FrameRule, frame_indices, make_video_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # inside transformers
@@ -342,3 +345,19 @@ def test_config_refuses_what_means_nothing():
 def test_same_sample_twice_is_the_same(qwen):
     one, other = (qwen.encode(chat(IMAGE, VIDEO, text("?")), MEMBERS) for _ in range(2))
     assert all(np.array_equal(one[key].numpy(), other[key].numpy()) for key in one)
+
+
+def test_arrays_that_a_processor_makes_itself_become_tensors():
+    """Mllama writes its attention mask with numpy and leaves it to the library to turn it."""
+    marks = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|image|>", "<|pad|>")
+    tokenizer = train_tokenizer((*marks, "<|python_tag|>"), eos="<|eot_id|>", pad="<|pad|>", bos="<|begin_of_text|>")
+    template = (
+        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{% for c in m.content %}"
+        "{% if c.type == 'image' %}<|image|>{% else %}{{ c.text }}{% endif %}{% endfor %}<|eot_id|>{% endfor %}"
+    )
+    images = MllamaImageProcessor(size={"height": 56, "width": 56}, max_image_tiles=2)
+    processor = MllamaProcessor(images, tokenizer, chat_template=template)
+    sample = Encoder(processor).encode(chat(IMAGE, text("What is it?")), MEMBERS)
+    assert _takes_parts(processor, {}), "the slow way was taken"
+    assert all(isinstance(value, torch.Tensor) for value in sample.values())
+    assert "cross_attention_mask" in media_of(sample)

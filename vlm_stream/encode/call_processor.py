@@ -94,18 +94,23 @@ def _call_by_parts(processor: Any, texts: Sequence[str], arguments: Mapping[str,
             whole[name] = value
     whole |= {_PARTS[medium]: options for medium, options in parts.items()}
     batch = dict(processor(text=list(texts), **whole))
-    return {key: _tensor_of(value) if isinstance(value, list) else value for key, value in batch.items()}
+    return {key: _tensor_of(value) for key, value in batch.items()}
 
 
-def _tensor_of(numbers: list[Any]) -> torch.Tensor:
+def _tensor_of(value: Any) -> torch.Tensor:
+    """Return what the library would have made of a value; raise where that is not known."""
     import torch
 
-    array = np.array(numbers)
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    array = np.array(value)
     if array.dtype == np.int64:
         return torch.from_numpy(array)
     if array.dtype == np.float64:  # seconds of videos, a few of them
-        return torch.tensor(numbers)
-    raise TypeError(f"it gave a list of {array.dtype}")
+        return torch.tensor(value)
+    raise TypeError(f"it gave a {type(value).__name__} of {array.dtype}")
 
 
 def _metadata_for(processor: Any, loaded: Sequence[LoadedMedia]) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -55,6 +56,7 @@ def disguise(conversation: Conversation, chat: ChatFormat) -> tuple[Conversation
             break
     else:
         return conversation, None
+    _refuse_split_markers(conversation, chat.control)
     if not any(map(chat.control.search, texts)):
         return conversation, None
     if any(map(_PRIVATE.search, texts)):
@@ -71,6 +73,27 @@ def disguise(conversation: Conversation, chat: ChatFormat) -> tuple[Conversation
         return [replace(item) for item in value] if isinstance(value, list) else value
 
     return replace(conversation), markers
+
+
+def _refuse_split_markers(conversation: Conversation, control: re.Pattern[str]) -> None:
+    """Raise where the texts of a turn hold a control string only together: templates write them side by side."""
+    for message in conversation:
+        content = message.get("content")
+        items = content if isinstance(content, list) else []
+        texts = [item.get("text") if isinstance(item, dict) and item.get("type") == "text" else None for item in items]
+        for is_text, run in groupby(texts, key=lambda text: isinstance(text, str)):
+            pieces = [str(text) for text in run]
+            if (
+                is_text
+                and len(pieces) > 1
+                and len(control.findall("".join(pieces))) > sum(len(control.findall(piece)) for piece in pieces)
+            ):
+                raise BadSampleError(
+                    "encode",
+                    "typed_markers",
+                    "Texts of one turn spell a control token together, which would make a turn or a medium that nobody "
+                    "sent. Join them into one text, which is then written as text.",
+                )
 
 
 def _strings(conversation: Conversation) -> list[str]:
