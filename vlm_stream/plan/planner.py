@@ -17,7 +17,7 @@ from vlm_stream.plan.check import Start, start_from
 from vlm_stream.plan.mixture import shares_of
 from vlm_stream.plan.queue import UnitQueue
 from vlm_stream.plan.samples import Samples, SourceStream, read_refs
-from vlm_stream.plan.state import Era, read_state, window_digest, write_state
+from vlm_stream.plan.state import Era, read_state, write_state
 from vlm_stream.plan.steps import Block, Partial, Progress, Step, next_block, steps_of
 from vlm_stream.plan.window import Cursor, Terms, Window, epoch_at, plan_window
 
@@ -186,7 +186,7 @@ class _Run:
         expected = self.start.window_digest
         if expected is not None:
             window = queue.peek()
-            if window is None or window_digest(window) != expected:
+            if window is None or window.digest != expected:
                 raise StateError(
                     f"Window {self.start.cursor.window} of the plan does not come out as it was when the state was "
                     f"saved, though seed, sources and config agree: lengths in the index, or the release, changed. "

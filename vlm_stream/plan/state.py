@@ -7,7 +7,6 @@ pickle and without a world size except that of a step that was interrupted. Read
 from __future__ import annotations
 
 import base64
-import hashlib
 import zlib
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,9 +27,8 @@ if TYPE_CHECKING:
 
     from vlm_stream.plan.queue import Place
     from vlm_stream.plan.samples import Samples
-    from vlm_stream.plan.window import Window
 
-__all__ = ["VERSION", "Era", "Restored", "read_state", "window_digest", "write_state"]
+__all__ = ["VERSION", "Era", "Restored", "read_state", "write_state"]
 
 VERSION = 1
 
@@ -69,11 +67,6 @@ class Restored:
     geometry: str
 
 
-def window_digest(window: Window) -> str:
-    """Return a digest of all units of a window: what a resume has to find again."""
-    return hashlib.blake2b(window.hashes.astype("<u8").tobytes(), digest_size=8).hexdigest()
-
-
 def write_state(
     place: Place, progress: Progress, partial: Partial | None, eras: Sequence[Era], fingerprints: dict[str, Any]
 ) -> dict[str, Any]:
@@ -101,9 +94,19 @@ def write_state(
         ],
         "carry": pack_carry(cursor.carry),
         "units_done": prefix,
-        "window_digest": window_digest(place.windows[0]) if planned_first else None,
+        "window_digest": place.windows[0].digest if planned_first else None,
         "planned": place.planned,
-        "eras": [{"window": era.first_window, **asdict(era.terms)} for era in _live_eras(eras, cursor.window)],
+        "eras": [
+            # By hand, as the rest: `asdict` copies all the way down, and this is written behind every batch.
+            {
+                "window": era.first_window,
+                "names": era.terms.names,
+                "shares": era.terms.shares,
+                "stop": era.terms.stop,
+                "epochs": era.terms.epochs,
+            }
+            for era in _live_eras(eras, cursor.window)
+        ],
         "plan": fingerprints["plan"],
         "geometry": fingerprints["geometry"],
     }

@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,8 @@ class Window:
     """[u] Cost in the vision tower."""
     hashes: npt.NDArray[np.uint64]
     """[u] Of the refs in each unit."""
+    digest: str
+    """Of all units: what a resume has to find again."""
     dropped: tuple[Dropped, ...]
     closes: bool
     """The last window of an epoch that is closed by itself, or of the run: the step that ends it is filled up."""
@@ -124,6 +127,7 @@ def plan_window(cursor: Cursor, streams: Sequence[SourceStream], config: PlanCon
         positions=tuple(p + n for p, n in zip(cursor.positions, drawn, strict=True)),
         carry=carry,
     )
+    hashes = _hash_units(members.refs, splits, [s.spec.name for s in streams])
     return Window(
         start=cursor,
         after=after,
@@ -132,7 +136,8 @@ def plan_window(cursor: Cursor, streams: Sequence[SourceStream], config: PlanCon
         tokens=_sums(members.tokens, splits),
         llm=_sums(llm_cost(members.tokens, config.balance.costs), splits),
         vit=_sums(members.vit, splits),
-        hashes=_hash_units(members.refs, splits, [s.spec.name for s in streams]),
+        hashes=hashes,
+        digest=hashlib.blake2b(hashes.astype("<u8").tobytes(), digest_size=8).hexdigest(),
         dropped=cut.dropped,
         closes=ended,
     )

@@ -3,6 +3,7 @@
     spans of one shard, by offset      [a]  [b]        [c][d]
     gaps <= max_gap are read over      [a---b]         [cd]        one request each, unless too much of it is gap
     nothing larger than max_request    a longer run is cut between spans, a longer span into equal parts
+    less at once where it is local     runs are cut sooner, spans are not
     most of the shard wanted           every gap is read over
 
 Requests come out in the order in which their first span is needed.
@@ -14,7 +15,7 @@ import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vlm_stream.storage.options import ReadOptions
     from vlm_stream.storage.values import Span
@@ -35,19 +36,28 @@ class RangeRequest(NamedTuple):
     etag: str | None = None
 
 
-def plan_requests(spans: Sequence[Span], options: ReadOptions) -> list[RangeRequest]:
-    """Cover every span by requests; a span larger than a request is covered by several, in offset order."""
+def plan_requests(
+    spans: Sequence[Span], options: ReadOptions, run_limits: Mapping[str, int] | None = None
+) -> list[RangeRequest]:
+    """Cover every span by requests; a span larger than a request is covered by several, in offset order.
+
+    Args:
+        spans: What is wanted.
+        options: How to merge.
+        run_limits: For some roots the most bytes that are merged, where that is less than `max_request_bytes`.
+    """
     by_shard: dict[tuple[str, str], list[int]] = {}
     for position, span in enumerate(spans):
         by_shard.setdefault((span.root, span.path), []).append(position)
     requests: list[RangeRequest] = []
-    for positions in by_shard.values():
-        requests += _plan_shard(spans, positions, options)
+    for (root, _), positions in by_shard.items():
+        limit = (run_limits or {}).get(root, options.max_request_bytes)
+        requests += _plan_shard(spans, positions, options, min(limit, options.max_request_bytes))
     requests.sort(key=lambda request: (min(request.spans), request.offset))
     return requests
 
 
-def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOptions) -> list[RangeRequest]:
+def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOptions, max_run: int) -> list[RangeRequest]:
     """Merge the spans of one shard along their offsets."""
     first = spans[positions[0]]
     max_gap, max_amplification = _merge_limits(spans, positions, options)
@@ -65,7 +75,7 @@ def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOption
         span = spans[position]
         new_end = max(end, span.offset + span.size)
         num_new = new_end - max(end, span.offset)
-        fits = new_end - begin <= min(options.max_request_bytes, max_amplification * (num_wanted + num_new))
+        fits = new_end - begin <= min(max_run, max_amplification * (num_wanted + num_new))
         if members and span.offset - end <= max_gap and fits:
             end, num_wanted = new_end, num_wanted + num_new
             members.append(position)

@@ -21,7 +21,7 @@ from vlm_stream.storage.traffic import Traffic
 from vlm_stream.storage.verify import crc32c_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from vlm_stream.storage.metrics import ReadMetrics
     from vlm_stream.storage.options import ReadOptions, StoreOptions
@@ -31,6 +31,7 @@ __all__ = ["Engine"]
 
 _FILE_THREADS = 8
 _CACHED_BYTES = 1024 * 1024
+_WARM_BYTES = 2 * 1024 * 1024
 _NAME = "vlm-stream-read"
 
 
@@ -79,9 +80,13 @@ class Engine:
             return self._cached.submit(self._fetch_cached, self._downloads, source, request)
         return self._network.submit(self._fetch_remote, source, request)
 
-    def read_now(self, span: Span) -> Fetched:
-        """Read one span in the caller's thread."""
-        fetched = self._store(span.root).fetch(span.path, span.offset, span.size)
+    def run_limits(self, roots: Iterable[str]) -> dict[str, int]:
+        """Return how much is merged at most into one request to some roots: of local files as much as stays warm."""
+        return {root: _WARM_BYTES for root in roots if isinstance(self._store(root), LocalStore)}
+
+    def read_now(self, request: RangeRequest) -> Fetched:
+        """Read in the caller's thread."""
+        fetched = self._store(request.root).fetch(request.path, request.offset, request.size)
         self._metrics.add(bytes_read=len(fetched.data))
         return fetched
 

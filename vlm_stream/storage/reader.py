@@ -46,8 +46,10 @@ class _Flight:
 
     request: RangeRequest
     future: Future[Fetched] | None
-    """None: the bytes lie in memory, and are read when their sample is due."""
+    """None: the bytes lie in memory, and are read when the first of their samples is due."""
     num_users: int
+    read: Fetched | None = None
+    """What was read then."""
 
 
 @dataclass(slots=True)
@@ -139,6 +141,7 @@ class SpanReader:
                     flight.num_users -= 1
                     if not flight.num_users:
                         num_ahead -= flight.request.size
+                        flight.read = None  # else the memory of the last samples could not be used again
                 yield waiting.tag, result
         finally:
             for waiting in queue:
@@ -150,7 +153,9 @@ class SpanReader:
         """Start the requests of a batch; return their bytes."""
         engine = self._running_engine()
         num_bytes = 0
-        for request in plan_requests([waiting.span for waiting in batch], self._options):
+        spans = [waiting.span for waiting in batch]
+        limits = engine.run_limits({span.root for span in spans})
+        for request in plan_requests(spans, self._options, limits):
             flight = _Flight(request, engine.submit(request), len(request.spans))
             for position in request.spans:
                 batch[position].flights.append(flight)
@@ -173,13 +178,8 @@ class SpanReader:
 
         Beside them their checksum, where it is known already.
         """
-        futures = [flight.future for flight in waiting.flights if flight.future is not None]
-        if len(futures) < len(waiting.flights):
-            fetched = self._running_engine().read_now(waiting.span)
-            check_unchanged(waiting.span, fetched)
-            return fetched.data, None
         try:
-            parts = [future.result() for future in futures]
+            parts = [self._fetched(flight) for flight in waiting.flights]
         except (ReadCancelledError, CancelledError):
             raise StorageError(
                 "The reader was closed while samples were still being read from it. Read to the end, or stop reading "
@@ -188,6 +188,13 @@ class SpanReader:
         for part in parts:
             check_unchanged(waiting.span, part)
         return _span_bytes(waiting.span, waiting.flights, parts)
+
+    def _fetched(self, flight: _Flight) -> Fetched:
+        if flight.future is not None:
+            return flight.future.result()
+        if flight.read is None:
+            flight.read = self._running_engine().read_now(flight.request)
+        return flight.read
 
     def _finish(self, waiting: _Waiting[T]) -> SpanResult:
         """Wait for a sample's bytes, check them, cut them into members."""
@@ -198,7 +205,7 @@ class SpanReader:
         except NotFoundError as error:
             if not self._options.missing_is_bad:
                 raise
-            self._metrics.add(samples=1, bytes_wanted=span.size, bad_samples=1)
+            self._metrics.add_sample(span.size, 0.0, is_bad=True)
             return BadSampleError("read", "missing_shard", f"{error} The sample is left out.")
         waited_s = time.perf_counter() - begun_s
         damage = find_damage(span, data, crc)
@@ -207,7 +214,7 @@ class SpanReader:
             check_unchanged(span, again)
             data = again.data
             damage = find_damage(span, data)
-        self._metrics.add(queue_wait_s=waited_s, samples=1, bytes_wanted=span.size, bad_samples=int(damage is not None))
+        self._metrics.add_sample(span.size, waited_s, is_bad=damage is not None)
         if damage is not None:
             return damage
         return cut_members(span, data)
