@@ -29,8 +29,8 @@ __all__ = ["LocalStore"]
 _MAX_OPEN_FILES = 128
 _TEMP_PREFIX = ".vlm-stream-"
 _COPY_BYTES = 1 << 20
-# One for all stores of a process: a mixture has many.
-_MEMORY = ReusedMemory(64 << 20)
+# One for all stores of a process: a mixture has many. Twice what is read ahead by default, since blocks are rounded up.
+_MEMORY = ReusedMemory(128 << 20)
 
 
 class _OpenFile:
