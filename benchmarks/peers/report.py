@@ -158,7 +158,7 @@ def _resume_rows(found: Results) -> Iterable[Row]:
     for share in ("0%", "10%", "90%"):
         runs = {name: rows[share] for name, rows in found.items()}
         title = "6 first batch of an epoch, s" if share == "0%" else f"6 first batch after a resume at {share}, s"
-        yield title, _each(runs, lambda run: f"{run['first']:.2f}" if run["first"] else "none came")
+        yield title, _each(runs, lambda run: f"{run['first']:.3f}" if run["first"] else "none came")
         if share != "0%":
             yield f"6 samples re-read, lost, repeated at {share}", _each(runs, _continuity)
     changed = {name: rows["2 ranks -> 1"] for name, rows in found.items()}
@@ -177,7 +177,7 @@ def _start_rows(found: Results) -> Iterable[Row]:
         cells = {}
         for name, each in runs.items():
             value = _median(each, lambda run: run["seconds"])
-            cells[name] = "-" if value is None else f"{value[0]:.2f} ±{value[1]:.0%}"
+            cells[name] = "-" if value is None else f"{value[0]:.3f} ±{value[1]:.0%}"
         yield f"8 first batch, {int(shards):,} shards, s", cells
 
 
