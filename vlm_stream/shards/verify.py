@@ -209,6 +209,7 @@ class _ShardCheck:
 
     def _check_samples(self, reader: ObjectReader, index: ShardIndex) -> None:
         seen: set[str] = set()
+        crc32c = index.crc32c  # once: it is a list that is made when it is asked for
         for row in np.argsort(index.offset, kind="stable").tolist():
             key, offset, size = index.key(row), int(index.offset[row]), int(index.size[row])
             if key in seen:
@@ -228,8 +229,8 @@ class _ShardCheck:
                 )
                 return
             crc = crc32c_of(data)
-            if crc != index.crc32c[row]:
-                detail = f"crc32c is {crc:08x}, the index says {index.crc32c[row]:08x}"
+            if crc != crc32c[row]:
+                detail = f"crc32c is {crc:08x}, the index says {crc32c[row]:08x}"
                 self.note("crc_mismatch", f"{detail}; the sample has {size} bytes.", key=key, offset=offset)
                 continue
             self._check_members(key, offset, data, index, row)
