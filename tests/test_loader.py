@@ -185,14 +185,14 @@ def test_a_replay_is_the_batch_itself(toy_shards, processor):
     middle = deliveries[len(deliveries) // 2].step
     wanted = [delivery.batch["input_ids"] for delivery in deliveries if delivery.step == middle]
     assert equal([delivery.batch["input_ids"] for delivery in stream.replay(middle)], wanted)
-    assert equal([d.batch["input_ids"] for d in stream.replay(middle, deliveries[0].state)], wanted)
+    assert equal([d.batch["input_ids"] for d in stream.replay(middle, deliveries[0].behind.state())], wanted)
 
 
 def test_a_resume_reads_no_sample_that_is_not_delivered(toy_shards, processor):
     stream = VLMStream(toy_shards, processor=processor, options=StreamOptions(pack_size=1024))
     whole = list(stream.deliveries())
     middle = len(whole) // 2
-    rest = list(stream.deliveries(whole[middle].state))
+    rest = list(stream.deliveries(whole[middle].behind.state()))
     assert [delivery.step for delivery in rest] == [delivery.step for delivery in whole[middle + 1 :]]
     assert rest[0].reads.samples == rest[0].num_samples
     assert rest[-1].reads.samples == sum(delivery.num_samples for delivery in rest)

@@ -19,7 +19,7 @@ from vlm_stream.ledger import Ledger
 from vlm_stream.metrics import Meter, resident_bytes, serve_prometheus
 from vlm_stream.pixels.feed import DeviceFeed
 from vlm_stream.pixels.finish import DEFAULT_DTYPE
-from vlm_stream.stream import StreamOptions, VLMStream
+from vlm_stream.stream import Position, StreamOptions, VLMStream
 from vlm_stream.workers import WorkerOptions, WorkerPool
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ class StreamLoader:
         self.ledger = Ledger(max_rate=self.stream.options.bad_budget)
         self._meter = Meter()
         self._pool: WorkerPool | None = None
-        self._cursor: dict[str, Any] | None = None
-        self._taken: dict[str, Any] | None = None
-        """Behind what was taken from the workers: ahead of the cursor where batches are sent to a device early."""
+        self._position = Position.at(None)
+        self._taken = self._position
+        """Behind what was taken from the workers: ahead of the other where batches are sent to a device early."""
         self._rounds = 0
 
     @classmethod
@@ -128,7 +128,7 @@ class StreamLoader:
         begin = time.monotonic()
         try:
             for delivery, batch in self._finished(deliveries):
-                self._cursor = delivery.state
+                self._position = delivery.behind
                 self._meter.add(delivery, time.monotonic() - begin)
                 self.ledger.saw(delivery.num_samples)
                 self.ledger.extend(delivery.bad)
@@ -140,7 +140,7 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last batch handed out, as JSON values."""
-        return {_KEY: copy.deepcopy(self._cursor), "rounds": self._rounds}
+        return {_KEY: copy.deepcopy(self._position.state()), "rounds": self._rounds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on behind the batch after which `state_dict` was called, with any number of ranks and workers."""
@@ -149,7 +149,7 @@ class StreamLoader:
                 f"this is not the state of a StreamLoader (it has no '{_KEY}' entry), so there is no position to go on "
                 f"from; pass what loader.state_dict() returned, unwrapped from your checkpoint"
             )
-        self._cursor = json.loads(json.dumps(state_dict[_KEY]))
+        self._position = Position.at(json.loads(json.dumps(state_dict[_KEY])))
         self._rounds = int(state_dict.get("rounds", 0))
 
     def worker_pids(self) -> list[int]:
@@ -175,13 +175,13 @@ class StreamLoader:
 
     def _deliveries(self) -> Iterator[Delivery]:
         if not self._workers.num_workers:
-            yield from self.stream.deliveries(self._cursor)
+            yield from self.stream.deliveries(self._position.state())
             return
-        self._taken = self._cursor
-        self._pool = WorkerPool(self.stream.deliveries, self._cursor, self._workers)
+        self._taken = self._position
+        self._pool = WorkerPool(self.stream.deliveries, self._position.state(), self._workers)
         try:
-            for delivery in self._pool.items(lambda: self._taken):
-                self._taken = delivery.state
+            for delivery in self._pool.items(lambda: self._taken.state()):
+                self._taken = delivery.behind
                 yield delivery
         finally:
             self._pool.close()

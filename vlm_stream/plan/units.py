@@ -16,6 +16,7 @@ from vlm_stream.plan.group import GroupConfig, PlainConfig, budget_groups, permu
 from vlm_stream.plan.pack import PackConfig, argsort_small, best_fit_decreasing
 from vlm_stream.plan.randomness import Key, permutation
 from vlm_stream.plan.samples import Samples
+from vlm_stream.ragged import take_rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -121,7 +122,5 @@ def _older(samples: Samples) -> Samples:
 
 def _reorder(samples: Samples, splits: Ints, order: Ints, carry: Samples, dropped: tuple[Dropped, ...]) -> Cut:
     """Put units into another order."""
-    sizes = np.diff(splits)[order]
-    ends = np.concatenate([[0], np.cumsum(sizes)])
-    members = np.repeat(splits[order] - ends[:-1], sizes) + np.arange(int(ends[-1]))
-    return Cut(samples=samples.pick(members), splits=ends, carry=carry, dropped=dropped)
+    members, splits = take_rows(splits, order)
+    return Cut(samples=samples.pick(members), splits=splits, carry=carry, dropped=dropped)

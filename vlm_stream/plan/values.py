@@ -117,8 +117,7 @@ class Dropped:
     vision_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """A pack, a group or a single sample: what is never split between ranks."""
 
     refs: tuple[Ref, ...]

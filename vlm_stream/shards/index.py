@@ -94,9 +94,8 @@ class ShardIndex:
     def members(self, row: int) -> tuple[Member, ...]:
         """Return one sample's files, in tar order."""
         places = self.places
-        begin, end = places.member_splits[row : row + 2].tolist()
-        names, ranges = places.member_names[begin:end], places.member_places[begin:end].tolist()
-        return tuple([Member(name, offset, size) for name, (offset, size) in zip(names, ranges, strict=True)])
+        begin, end = places.member_splits.item(row), places.member_splits.item(row + 1)
+        return tuple(map(Member, places.member_names[begin:end], *places.member_places[:, begin:end].tolist()))
 
     def sizes(self, row: int) -> MediaSizes:
         """Return the sizes of one sample's media; which frames it names itself is in its JSON alone."""
@@ -123,7 +122,7 @@ class ShardIndex:
 
     def span(self, row: int) -> Span:
         """Return where one sample's bytes lie."""
-        offset, size, crc = self.offset[row].item(), self.size[row].item(), self.places.crc32c[row].item()
+        offset, size, crc = self.offset.item(row), self.size.item(row), self.places.crc32c.item(row)
         return Span(self.root, self.path, offset, size, crc, self.members(row), self.shard_size, self.etag)
 
     def member_span(self, row: int, name: str) -> Span:

@@ -44,7 +44,7 @@ class SamplePlaces:
     member_names: list[str]
     """[members] Without the key; one object for each name."""
     member_places: npt.NDArray[np.int64]
-    """[members, 2] First content byte in the shard, and content size."""
+    """[2, members] First content byte in the shard, and content size."""
 
 
 def read_table(data: bytes, where: str, names: tuple[str, ...] | None = None) -> pa.Table:
@@ -134,7 +134,7 @@ class JointPlaces:
         with _telling(where):
             self._splits, places = _ragged(members, ("offset", "size"))
             self._crc32c = to_numbers(_plain(table.column("crc32c")))
-        self._places = _stack(places, ("offset", "size"))
+        self._places = _stack(places, ("offset", "size")).T
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -150,7 +150,7 @@ class JointPlaces:
             crc32c=self._crc32c[begin:end],
             member_splits=splits - first,
             member_names=list(map(sys.intern, names)),  # few names, many members
-            member_places=self._places[first:last],
+            member_places=self._places[:, first:last],
         )
 
 

@@ -5,10 +5,10 @@ It must not know: tar headers, indexes, plans, processors.
 
 In the order the data meets them: `values.py` (spans, objects), `url.py`, `options.py`, `store.py` (the interface and
 `open_store`), then the stores: `local.py`, `memory.py`, `remote.py` (S3, GCS, Azure, web; with `client.py` and
-`credentials.py`), `hub.py`. A reader: `reader.py` (order, how far ahead), `coalesce.py` (spans -> requests),
-`engine.py` (threads), `fetch.py` (one range, whatever happens) with `retry.py` (the policy), `faults.py` (what clients
-say) and `traffic.py` (slots, budgets), `shard_download.py` and `cache.py` (the node cache), `verify.py` (checksums,
-members), `metrics.py`. Stores and readers may be pickled, or carried over a fork.
+`credentials.py`), `hub.py`. A reader: `reader.py` (what a process holds), `read_ahead.py` (order, how far ahead),
+`coalesce.py` (spans -> requests), `engine.py` (threads), `fetch.py` (one range, whatever happens) with `retry.py` (the
+policy), `faults.py` (what clients say) and `traffic.py` (slots, budgets), `shard_download.py` and `cache.py` (the node
+cache), `verify.py` (checksums, members), `metrics.py`. Stores and readers may be pickled, or carried over a fork.
 """
 
 from __future__ import annotations

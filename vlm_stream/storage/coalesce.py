@@ -46,12 +46,12 @@ def plan_requests(
         options: How to merge.
         run_limits: For some roots the most bytes that are merged, where that is less than `max_request_bytes`.
     """
-    by_shard: dict[tuple[str, str], list[int]] = {}
+    by_shard: dict[tuple[object, ...], list[int]] = {}
     for position, span in enumerate(spans):
-        by_shard.setdefault((span.root, span.path), []).append(position)
+        by_shard.setdefault((span.root, span.path, span.shard_size, span.etag), []).append(position)
     requests: list[RangeRequest] = []
-    for (root, _), positions in by_shard.items():
-        limit = (run_limits or {}).get(root, options.max_request_bytes)
+    for positions in by_shard.values():
+        limit = (run_limits or {}).get(spans[positions[0]].root, options.max_request_bytes)
         requests += _plan_shard(spans, positions, options, min(limit, options.max_request_bytes))
     requests.sort(key=lambda request: (min(request.spans), request.offset))
     return requests

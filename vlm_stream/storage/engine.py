@@ -51,7 +51,7 @@ class Engine:
         self._stores: dict[str, Store] = {}
         self._sources: dict[str, RangeSource | None] = {}
         self._store_options = store_options
-        self._metrics = metrics
+        self.metrics = metrics
         # The network's threads bound the reads; a second racer must not wait for the slot of the first.
         num_slots = options.max_inflight * (1 if options.hedge_after_s is None else 2)
         self._traffic = Traffic(metrics, num_slots, options.requests_per_s, options.bytes_per_s)
@@ -73,7 +73,7 @@ class Engine:
         source = self._sources[request.root]
         if source is None:
             if isinstance(store, LocalStore) and store.is_resident(request.path, request.offset, request.size):
-                self._metrics.add(requests=1)
+                self.metrics.add(requests=1)
                 return None
             return self._files.submit(self._fetch_file, store, request)
         if self._downloads is not None:
@@ -87,12 +87,12 @@ class Engine:
     def read_now(self, request: RangeRequest) -> Fetched:
         """Read in the caller's thread."""
         fetched = self._store(request.root).fetch(request.path, request.offset, request.size)
-        self._metrics.add(bytes_read=len(fetched.data))
+        self.metrics.add(bytes_read=len(fetched.data))
         return fetched
 
     def read_again(self, span: Span) -> Fetched:
         """Read a span whose bytes were found wrong: past the cache, which loses the shard."""
-        self._metrics.add(rereads=1)
+        self.metrics.add(rereads=1)
         store = self._store(span.root)
         request = RangeRequest(span.root, span.path, span.offset, span.size, (0,), span.shard_size, span.etag)
         source = self._sources[span.root]
@@ -130,7 +130,7 @@ class Engine:
 
     def _fetch_file(self, store: Store, request: RangeRequest) -> Fetched:
         fetched = store.fetch(request.path, request.offset, request.size)
-        self._metrics.add(requests=1, bytes_read=len(fetched.data))
+        self.metrics.add(requests=1, bytes_read=len(fetched.data))
         return fetched
 
     def _fetch_cached(self, downloads: ShardDownloads, store: RangeSource, request: RangeRequest) -> Fetched:

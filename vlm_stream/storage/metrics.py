@@ -66,15 +66,6 @@ class ReadMetrics:
             for name, amount in amounts.items():
                 self._counts[name] += amount
 
-    def add_sample(self, size: int, waited_s: float, *, is_bad: bool = False) -> None:
-        """Count one sample that is handed out."""
-        with self._lock:
-            counts = self._counts
-            counts["samples"] += 1
-            counts["bytes_wanted"] += size
-            counts["queue_wait_s"] += waited_s
-            counts["bad_samples"] += is_bad
-
     def totals(self) -> ReadTotals:
         """Return the counters as they are now."""
         with self._lock:

@@ -10,10 +10,11 @@ from vlm_stream.errors import BadSampleError, ChangedObjectError
 from vlm_stream.storage.url import join_url
 
 if TYPE_CHECKING:
+    from vlm_stream.storage.coalesce import RangeRequest
     from vlm_stream.storage.store import Buffer, Fetched
     from vlm_stream.storage.values import Span
 
-__all__ = ["check_unchanged", "check_unchanged_object", "crc32c_of", "cut_members", "find_damage"]
+__all__ = ["check_unchanged", "check_unchanged_object", "crc32c_of", "open_sample"]
 
 
 def crc32c_of(data: Buffer) -> int:
@@ -21,8 +22,8 @@ def crc32c_of(data: Buffer) -> int:
     return crc32c.crc32c(data)
 
 
-def check_unchanged(span: Span, fetched: Fetched) -> None:
-    """Raise when a span's shard was replaced since it was indexed; what is not known is not compared."""
+def check_unchanged(span: Span | RangeRequest, fetched: Fetched) -> None:
+    """Raise when the shard of a range was replaced since it was indexed; what is not known is not compared."""
     if fetched.object_size != span.shard_size or fetched.etag != span.etag:
         if fetched.object_size is not None and span.shard_size is not None and fetched.object_size < span.shard_size:
             return  # cut short, not replaced: the checksum of each sample tells which of them are still whole
@@ -45,48 +46,48 @@ def check_unchanged_object(url: str, expected: tuple[int | None, str | None], fe
         )
 
 
-def find_damage(span: Span, data: Buffer, crc: int | None = None) -> BadSampleError | None:
-    """Return what is wrong with a span's bytes, or None; their checksum is taken unless it is known."""
-    if len(data) < span.size:
+def open_sample(span: Span, data: memoryview, crc: int | None = None) -> dict[str, memoryview] | BadSampleError:
+    """Return each member's content as a view of the span's bytes, or what is wrong with them.
+
+    Args:
+        span: What the index says of the sample.
+        data: Its bytes.
+        crc: Their checksum, where it is known; otherwise it is taken.
+    """
+    _, _, base, size, expected, members, _, _ = span
+    if len(data) < size:
         return _bad(
             span,
             "truncated",
-            f"only {len(data)} of {span.size} are there, so the sample is left out. "
+            f"only {len(data)} of {size} are there, so the sample is left out. "
             f"The shard was cut short; copy or write it again.",
         )
-    if crc is None and span.crc32c is not None:
-        crc = crc32c_of(data)
-    if span.crc32c is not None and crc != span.crc32c:
-        return _bad(
-            span,
-            "crc_mismatch",
-            f"crc32c is {crc:08x} where the index says {span.crc32c:08x}, also when read again, so the sample is "
-            f"left out. The shard is damaged or was changed after indexing; copy or write it again.",
-        )
-    end = span.offset + span.size
-    for member in span.members:
-        if member.offset < span.offset or member.offset + member.size > end:
+    if expected is not None:
+        crc = crc32c_of(data) if crc is None else crc
+        if crc != expected:
+            return _bad(
+                span,
+                "crc_mismatch",
+                f"crc32c is {crc:08x} where the index says {expected:08x}, also when read again, so the sample is "
+                f"left out. The shard is damaged or was changed after indexing; copy or write it again.",
+            )
+    found = {}
+    for name, offset, length in members:
+        begin = offset - base
+        if begin < 0 or begin + length > size:
             return _bad(
                 span,
                 "member_outside_span",
-                f"member '{member.name}' lies at {member.offset}..{member.offset + member.size}, outside of its "
-                f"sample, so the sample is left out. The index is damaged; index the shard again.",
+                f"member '{name}' lies at {offset}..{offset + length}, outside of its sample, so the sample is left "
+                f"out. The index is damaged; index the shard again.",
             )
-    return None
+        found[name] = data[begin : begin + length]
+    return found
 
 
 def _bad(span: Span, reason: str, detail: str) -> BadSampleError:
     place = f"bytes {span.offset}..{span.offset + span.size} of {join_url(span.root, span.path)}"
     return BadSampleError("read", reason, f"{place}: {detail}")
-
-
-def cut_members(span: Span, data: Buffer) -> dict[str, memoryview]:
-    """Return each member's content as a view of the span's bytes."""
-    view = memoryview(data)
-    return {
-        member.name: view[member.offset - span.offset : member.offset - span.offset + member.size]
-        for member in span.members
-    }
 
 
 def _bare(etag: str | None) -> str:

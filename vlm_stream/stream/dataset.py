@@ -21,6 +21,7 @@ from vlm_stream.storage import SpanReader
 from vlm_stream.stream.collators import make_collator
 from vlm_stream.stream.pipeline import Delivery, MicroBatch, deliver
 from vlm_stream.stream.planning import open_planner
+from vlm_stream.stream.position import Position
 from vlm_stream.stream.processors import open_processor
 from vlm_stream.stream.raw import RawRows
 from vlm_stream.stream.rows import RowBuilder
@@ -58,7 +59,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         self.world = find_world(rank, world_size, device_mesh)
         self.epochs_before = 0
         """Epochs that were delivered by earlier iterations: a loader that is iterated again goes on behind them."""
-        self._cursor: dict[str, Any] | None = None
+        self._position = Position.at(None)
         self._skip: int | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -66,10 +67,10 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         worker = get_worker_info()
         num_workers, first = (worker.num_workers, worker.id) if worker else (1, 0)
         first = first if self._skip is None else self._skip
-        for delivery in self.deliveries(self._cursor, first, num_workers):
-            self._cursor, self._skip = delivery.state, num_workers - 1
+        for delivery in self.deliveries(self._position.state(), first, num_workers):
+            self._position, self._skip = delivery.behind, num_workers - 1
             yield delivery.batch
-        self._cursor = self._skip = None
+        self._position, self._skip = Position.at(None), None
 
     def deliveries(self, cursor: dict[str, Any] | None = None, first: int = 0, stride: int = 1) -> Iterator[Delivery]:
         """Yield batches with the cursor behind each, what was bad, and where the time went.
@@ -121,11 +122,11 @@ class VLMStream(IterableDataset[dict[str, Any]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last batch that this worker yielded."""
-        return {"cursor": copy.deepcopy(self._cursor), "skip": self._skip}
+        return {"cursor": copy.deepcopy(self._position.state()), "skip": self._skip}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there. `skip` is how many micro-batches belong to the other workers before this one's next."""
-        self._cursor, self._skip = state["cursor"], state["skip"]
+        self._position, self._skip = Position.at(state["cursor"]), state["skip"]
 
     def _micro_batches(self, planner: Planner, cursor: dict[str, Any] | None) -> Iterator[MicroBatch]:
         step = None

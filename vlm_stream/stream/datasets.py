@@ -181,11 +181,14 @@ class OpenDatasets:
 
     def _index(self, source: int, shard: int) -> ShardIndex:
         place = (source, shard)
-        if place not in self._indexes:
+        index = self._indexes.get(place)
+        if index is None:
             joint = self._joint.get(source)
-            self._keep(place, joint.shard(shard) if joint else self._open_index(place, self._fetch_index(place)))
-        self._indexes.move_to_end(place)
-        return self._indexes[place]
+            index = joint.shard(shard) if joint else self._open_index(place, self._fetch_index(place))
+            self._keep(place, index)
+        else:
+            self._indexes.move_to_end(place)
+        return index
 
     def _join(self, places: Sequence[tuple[int, int]]) -> None:
         """Read the joint indexes of sources of which many shards are asked for."""

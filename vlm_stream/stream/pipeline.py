@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from vlm_stream.errors import BadSampleError
 from vlm_stream.ledger import BadSample
+from vlm_stream.stream.position import Position
 from vlm_stream.stream.raw import RawRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from vlm_stream.plan import Dropped, Ref, Step, Unit
-    from vlm_stream.storage import ReadTotals, Span, SpanReader
+    from vlm_stream.storage import ReadTotals, Span, SpanReader, SpanResult
     from vlm_stream.stream.datasets import OpenDatasets
     from vlm_stream.stream.rows import RowBuilder
 
@@ -50,10 +50,7 @@ class MicroBatch:
         return self.step.dropped if self.micro == self.step.micro_begin else ()
 
     def state(self) -> dict[str, Any] | None:
-        """Return the cursor once every rank has consumed this micro-step.
-
-        Made when it is asked for: it costs more than the plan, and not all that is planned ahead gets consumed.
-        """
+        """Return the cursor once every rank has consumed this micro-step."""
         return None if self.replayed else self.step.state_after(self.micro)
 
 
@@ -64,8 +61,8 @@ class Delivery:
     step: int
     micro: int
     batch: dict[str, Any]
-    state: dict[str, Any] | None
-    """The cursor behind it; None for a replay."""
+    behind: Position
+    """Behind it; that of a replay has no cursor."""
     bad: tuple[BadSample, ...]
     num_samples: int
     """Samples planned into it, bad ones included."""
@@ -85,53 +82,53 @@ class Delivery:
     """The process that made it."""
 
 
-@dataclass(slots=True)
-class _Pending:
+class _Planned(NamedTuple):
     """A micro-batch whose bytes are on their way."""
 
     plan: MicroBatch
     units: tuple[Unit | None, ...]
-    missing: int
-    read: dict[Ref, Mapping[str, memoryview] | BadSampleError] = field(default_factory=dict)
+    refs: list[Ref]
 
 
 def deliver(
     plans: Iterable[MicroBatch], datasets: OpenDatasets, reader: SpanReader, rows: RowBuilder | RawRows
 ) -> Iterator[Delivery]:
     """Yield a delivery for every planned micro-batch, while the reader fetches the bytes of those to come."""
-    pending: deque[_Pending] = deque()
+    span_of = datasets.span if rows.pixels else datasets.text_span
 
-    def wanted() -> Iterator[tuple[tuple[_Pending, Ref], Span]]:
+    def wanted() -> Iterator[tuple[_Planned, list[Span]]]:
         for plan in plans:
             units = plan.units
-            refs = dict.fromkeys(ref for unit in units if unit is not None for ref in unit.refs)
-            entry = _Pending(plan, units, len(refs))
-            pending.append(entry)
-            for ref in refs:
-                yield (entry, ref), datasets.span(ref) if rows.pixels else datasets.text_span(ref)
+            # A source that is repeated may bring a sample twice.
+            refs = list(dict.fromkeys(ref for unit in units if unit is not None for ref in unit.refs))
+            yield _Planned(plan, units, refs), list(map(span_of, refs))
 
     waited_from = time.perf_counter()
-    for (entry, ref), result in reader.read(wanted()):
-        entry.read[ref] = result
-        entry.missing -= 1
-        while pending and not pending[0].missing:  # also micro-batches of fillers alone, which want no bytes
-            waited = time.perf_counter() - waited_from
-            yield _finish(pending.popleft(), datasets, rows, (waited, reader.metrics))
-            waited_from = time.perf_counter()
-    while pending:
-        yield _finish(pending.popleft(), datasets, rows, (time.perf_counter() - waited_from, reader.metrics))
+    for planned, results in reader.read_groups(wanted()):
+        waited = time.perf_counter() - waited_from
+        delivery = _finish(planned, results, datasets, rows, (waited, reader.metrics))
+        del results  # else its memory could not be used for what comes next
+        yield delivery
+        del delivery
+        waited_from = time.perf_counter()
 
 
 def _finish(
-    entry: _Pending, datasets: OpenDatasets, rows: RowBuilder | RawRows, fetched: tuple[float, ReadTotals]
+    planned: _Planned,
+    results: list[SpanResult],
+    datasets: OpenDatasets,
+    rows: RowBuilder | RawRows,
+    fetched: tuple[float, ReadTotals],
 ) -> Delivery:
     begin = time.perf_counter()
-    bad = [_ledger_entry(note.ref, _not_planned(note), datasets) for note in entry.plan.dropped]
+    plan, units, refs = planned
+    bad = [_ledger_entry(note.ref, _not_planned(note), datasets) for note in plan.dropped]
+    read = dict(zip(refs, results, strict=True))
     encoded_rows: list[list[tuple[Ref, Any]]] = []
-    for unit in entry.units:
+    for unit in units:
         samples = []
         for ref in unit.refs if unit is not None else ():
-            content = entry.read[ref]
+            content = read[ref]
             try:
                 if isinstance(content, BadSampleError):
                     raise content
@@ -146,17 +143,17 @@ def _finish(
         bad_names = {(line.source, line.shard, line.sample) for line in bad}
         names = [[datasets.name(ref) for ref, _ in row] for row in encoded_rows]
         batch["refs"] = [[name for name in row if name not in bad_names] for row in names]
-    planned, raw = sum(unit.tokens for unit in entry.units if unit is not None), isinstance(rows, RawRows)
+    num_planned, raw = sum(unit.tokens for unit in units if unit is not None), isinstance(rows, RawRows)
     return Delivery(
-        step=entry.plan.step.index,
-        micro=entry.plan.micro,
+        step=plan.step.index,
+        micro=plan.micro,
         batch=batch,
-        state=entry.plan.state(),
+        behind=Position(plan.state),
         bad=tuple(bad),
-        num_samples=len(entry.read) + len(entry.plan.dropped),
-        num_tokens=planned if raw else sum(len(sample["input_ids"]) for row in encoded_rows for _, sample in row),
-        num_planned_tokens=planned,
-        num_rows=len(entry.units),
+        num_samples=len(refs) + len(plan.dropped),
+        num_tokens=num_planned if raw else sum(len(sample["input_ids"]) for row in encoded_rows for _, sample in row),
+        num_planned_tokens=num_planned,
+        num_rows=len(units),
         num_slots=ids.numel() if isinstance(ids := batch.get("input_ids"), Tensor) else 0,
         seconds={"fetch": fetched[0], "encode": encoded - begin, "collate": time.perf_counter() - encoded},
         reads=fetched[1],

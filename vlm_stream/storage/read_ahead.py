@@ -1,0 +1,188 @@
+"""One reading of groups of spans: which bytes are asked for when, and what becomes of them.
+
+Spans are pulled in batches, as many as fit in `prefetch_bytes`; each batch is merged into requests (`coalesce.py`),
+which run in the background while earlier samples are used. The first batch is small and the next ones are larger and
+larger, so that the first samples neither wait nor compete for what is needed later. Spans that are used together come
+as a group and leave as one; a group may be larger than what is read ahead. It must not know tars or plans: a span says
+where its members lie, and a tag is handed back untouched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from concurrent.futures import CancelledError
+from itertools import islice
+from typing import TYPE_CHECKING, Generic, TypeVar, Union
+
+from vlm_stream.errors import BadSampleError, NotFoundError, StorageError
+from vlm_stream.storage.coalesce import plan_requests
+from vlm_stream.storage.traffic import ReadCancelledError
+from vlm_stream.storage.verify import check_unchanged, open_sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from concurrent.futures import Future
+
+    from vlm_stream.storage.coalesce import RangeRequest
+    from vlm_stream.storage.engine import Engine
+    from vlm_stream.storage.options import ReadOptions
+    from vlm_stream.storage.store import Fetched
+    from vlm_stream.storage.values import Span
+
+__all__ = ["ReadAhead", "SpanResult"]
+
+T = TypeVar("T")
+_FIRST_SAMPLES = 32
+_GROWTH = 4
+SpanResult = Union["Mapping[str, memoryview]", BadSampleError]
+
+
+class _Flight:
+    """A request under way, and how many samples still need its bytes."""
+
+    __slots__ = ("fetched", "future", "num_users", "request")
+
+    def __init__(self, request: RangeRequest, future: Future[Fetched] | None) -> None:
+        self.request = request
+        self.future = future
+        """None: the bytes lie in memory, and are read when the first of their samples is due."""
+        self.num_users = len(request.spans)
+        self.fetched: Fetched | None = None
+        """What came, once a sample has asked for it."""
+
+
+class _Waiting:
+    """A sample in the queue, with the requests that bring it."""
+
+    __slots__ = ("flights", "span")
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.flights: list[_Flight] = []
+
+
+class ReadAhead(Generic[T]):
+    """Groups in, their samples out."""
+
+    def __init__(
+        self,
+        groups: Iterable[tuple[T, Sequence[Span]]],
+        engine: Callable[[], Engine],
+        options: ReadOptions,
+    ) -> None:
+        """Prepare; nothing is pulled yet. `engine` returns the one to use: it may be another one after a fork."""
+        self._engine = engine
+        self._options = options
+        self._groups: deque[tuple[T, int]] = deque()
+        """Tags of the groups that were pulled, with their spans that are still to be handed out."""
+        self._spans = self._flatten(groups)
+        self._queue: deque[_Waiting] = deque()
+        self._num_ahead = 0
+        self._max_samples = _FIRST_SAMPLES // _GROWTH
+        self._exhausted = False
+        self._waited_s = 0.0
+
+    def next_group(self) -> tuple[T, list[SpanResult]] | None:
+        """Return the next group's tag and samples; None behind the last."""
+        while not self._groups:
+            if self._exhausted:
+                return None
+            self._refill()
+        tag, num_spans = self._groups.popleft()
+        self._waited_s = 0.0
+        results, num_bytes = [], 0
+        for _ in range(num_spans):
+            # At half, so that requests are planned and merged many at a time.
+            while (
+                not self._exhausted
+                and self._num_ahead <= self._options.prefetch_bytes // 2
+                and len(self._queue) <= self._max_samples // 2
+            ):
+                self._refill()
+            waiting = self._queue.popleft()
+            num_bytes += waiting.span.size
+            results.append(self._finish(waiting))
+        num_bad = sum(isinstance(result, BadSampleError) for result in results)
+        self._engine().metrics.add(
+            samples=num_spans, bytes_wanted=num_bytes, queue_wait_s=self._waited_s, bad_samples=num_bad
+        )
+        return tag, results
+
+    def close(self) -> None:
+        """Give up what is under way, and let go of it: a request's outcome may hold its connection."""
+        for waiting in self._queue:
+            for flight in waiting.flights:
+                if flight.future is not None:
+                    flight.future.cancel()
+        self._queue.clear()
+        self._spans.close()
+
+    def _flatten(self, groups: Iterable[tuple[T, Sequence[Span]]]) -> Generator[Span, None, None]:
+        for tag, spans in groups:
+            self._groups.append((tag, len(spans)))
+            yield from spans
+
+    def _refill(self) -> None:
+        """Pull spans until they hold what may still be read ahead, at least one, and start their requests."""
+        self._max_samples = min(_GROWTH * self._max_samples, self._options.prefetch_samples)
+        num_bytes = self._options.prefetch_bytes - self._num_ahead
+        batch: list[_Waiting] = []
+        for span in islice(self._spans, max(1, self._max_samples - len(self._queue))):
+            batch.append(_Waiting(span))
+            num_bytes -= span.size
+            if num_bytes <= 0:
+                break
+        self._exhausted = not batch
+        engine = self._engine()
+        spans = [waiting.span for waiting in batch]
+        for request in plan_requests(spans, self._options, engine.run_limits({span.root for span in spans})):
+            flight = _Flight(request, engine.submit(request))
+            for position in request.spans:
+                batch[position].flights.append(flight)
+            self._num_ahead += request.size
+        self._queue.extend(batch)
+
+    def _finish(self, waiting: _Waiting) -> SpanResult:
+        """Wait for a sample's bytes, check them, cut them into members."""
+        span = waiting.span
+        flights = waiting.flights
+        try:
+            parts = [flight.fetched or self._fetch(flight) for flight in flights]
+        except NotFoundError as error:
+            if not self._options.missing_is_bad:
+                raise
+            return BadSampleError("read", "missing_shard", f"{error} The sample is left out.")
+        finally:
+            for flight in flights:
+                flight.num_users -= 1
+                if not flight.num_users:
+                    self._num_ahead -= flight.request.size
+                    flight.fetched = None  # else the memory of the last samples could not be used again
+        if len(parts) > 1:
+            result = open_sample(span, memoryview(b"".join(part.data for part in parts)))
+        else:
+            request, (data, _, _, crc) = flights[0].request, parts[0]
+            begin = span.offset - request.offset
+            data = memoryview(data)[begin : begin + span.size]
+            result = open_sample(span, data, crc if request.size == span.size else None)
+        if isinstance(result, BadSampleError) and result.reason in ("crc_mismatch", "truncated"):
+            again = self._engine().read_again(span)
+            check_unchanged(span, again)
+            result = open_sample(span, memoryview(again.data))
+        return result
+
+    def _fetch(self, flight: _Flight) -> Fetched:
+        """Return what a request brings, from a shard that is still the one that was indexed."""
+        begun_s = time.perf_counter()
+        try:
+            fetched = self._engine().read_now(flight.request) if flight.future is None else flight.future.result()
+        except (ReadCancelledError, CancelledError):
+            raise StorageError(
+                "The reader was closed while samples were still being read from it. Read to the end, or stop reading "
+                "before closing."
+            ) from None
+        check_unchanged(flight.request, fetched)
+        self._waited_s += time.perf_counter() - begun_s
+        flight.fetched = fetched
+        return fetched
