@@ -60,8 +60,8 @@ def test_index_rows_describe_the_tar(toy_shards: Path) -> None:
         for row in range(len(index)):
             span = index.span(row)
             assert crc32c.crc32c(data[span.offset : span.offset + span.size]) == span.crc32c
-            for member in span.members:
-                assert members.pop(f"{index.key(row)}.{member.name}") == (member.offset, member.size)
+            for name, offset, size in span.members:
+                assert members.pop(f"{index.key(row)}.{name}") == (offset, size)
         assert not members
 
 

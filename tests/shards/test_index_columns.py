@@ -32,7 +32,7 @@ def _values_of(kind: pa.DataType) -> st.SearchStrategy:
         return st.lists(_values_of(kind.value_type), max_size=3)
     if pa.types.is_struct(kind):
         return st.tuples(*(_values_of(kind.field(number).type) for number in range(kind.num_fields)))
-    return _VALUES[kind]
+    return _VALUES[kind.value_type if pa.types.is_dictionary(kind) else kind]
 
 
 @pytest.mark.parametrize("name", index_schema().names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -166,9 +166,15 @@ def test_rows_that_do_not_fit_the_conversation(dataset: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda data: data | {"version": 99}, "has format version 99, this release reads version 1"),
+        (lambda data: data | {"version": 99}, "has format version 99, this release reads version 2"),
         (lambda data: data | {"format": "other"}, "is not a manifest of this package"),
-        (lambda data: data | {"shards": data["shards"][:2]}, "does not have the digest that it states"),
+        (
+            lambda data: data | {"shards": {k: v[:2] for k, v in data["shards"].items()}},
+            "does not have the digest that it s",
+        ),
+        (lambda data: data | {"shards": data["shards"] | {"name": ["a"]}}, "lacks or misnames a field .*of one length"),
+        (lambda data: data | {"shards": data["shards"] | {"size": []}}, r"lacks or misnames a field \('size'\)"),
+        (lambda data: data | {"shards": []}, "lacks or misnames a field"),
         (lambda data: {k: v for k, v in data.items() if k != "tokens"}, "lacks or misnames a field"),
         (lambda data: data | {"surprise": 1}, "lacks or misnames a field"),
         (lambda data: [data], "is not a manifest of this package"),
@@ -190,18 +196,33 @@ def test_broken_and_missing_manifests(dataset: Path, tmp_path: Path) -> None:
 
 
 def test_manifest_survives_its_json_and_its_digest_sees_every_shard(dataset: Path) -> None:
-    from dataclasses import replace
-
     from vlm_stream.shards import Manifest
+    from vlm_stream.shards.shard_list import ShardList
 
     manifest = load_manifest(open_store(str(dataset)))
+    assert ShardList.of(manifest.shards) == manifest.shards
     assert Manifest.from_json(manifest.to_json()) == manifest
     for number in range(4):
         for name, other in (("crc32c", 0), ("index_sha256", "other"), ("name", "other")):
             shards = list(manifest.shards)
             shards[number] = replace(shards[number], **{name: other})
-            assert replace(manifest, shards=tuple(shards)).digest != manifest.digest
+            assert replace(manifest, shards=ShardList.of(shards)).digest != manifest.digest
     assert replace(manifest, home="s3://elsewhere", dropped={"a": 1}).digest == manifest.digest
+
+
+def test_manifests_of_the_first_format_are_read(dataset: Path) -> None:
+    """They list shard by shard, and their joint index is of another kind: it is not asked for."""
+    manifest = load_manifest(open_store(str(dataset)))
+    path = dataset / "dataset.json"
+    data = json.loads(path.read_text())
+    shards = [asdict(shard) for shard in manifest.shards]
+    path.write_text(json.dumps(data | {"version": 1, "shards": shards}, indent=1))
+    assert load_manifest(open_store(str(dataset))) == replace(manifest, joint_index_sha256="")
+    for shard in shards:
+        del shard["crc32c"]
+    path.write_text(json.dumps(data | {"version": 1, "shards": shards}))
+    with pytest.raises(DatasetError, match="lacks or misnames a field"):
+        load_manifest(open_store(str(dataset)))
 
 
 def test_index_survives_its_bytes(dataset: Path) -> None:

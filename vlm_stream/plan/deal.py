@@ -33,8 +33,8 @@ _SWAPS_PER_PART = 2
 def deal(table: UnitTable, shape: StepShape, balance: BalanceConfig, rows: str) -> Ints:
     """Deal n units to `ceil(n / units_per_step)` steps."""
     num_steps = -(-len(table) // shape.units_per_step)
-    numbers = np.full(num_steps * shape.units_per_step, -1, dtype=np.int64)
-    numbers[: len(table)] = np.arange(len(table))
+    numbers = np.arange(num_steps * shape.units_per_step)
+    numbers[len(table) :] = -1
     if balance.barrier == "none" or (shape.world_size == 1 and rows == "stream"):
         return numbers.reshape(num_steps, shape.micro_batches, shape.world_size, shape.batch_size)
     if rows == "free" or shape.batch_size == 1:

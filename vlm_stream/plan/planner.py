@@ -120,6 +120,9 @@ class _Run:
         self.start = start
         self.progress = start.progress
         self.skipped = False
+        self.newest: Cursor | None = None
+        """Start of the window that was dealt from last, and its epoch."""
+        self.epoch = 0
         self.queue = self._open(start.done, planner, start.cursor)
 
     def steps(self, wanted: Callable[[int, Block], bool] | None = None) -> Iterator[Step]:
@@ -160,8 +163,10 @@ class _Run:
 
     def deal(self, block: Block, done: tuple[int, int] = (0, 0)) -> Iterator[Step]:
         first = block.table.windows[0].start
-        epoch = epoch_at(first.positions, self.planner.streams, _terms_at(self.start.eras, first.window))
-        steps, self.progress = steps_of(block, self.progress, self._encode, epoch, done)
+        if first is not self.newest:
+            terms = _terms_at(self.start.eras, first.window)
+            self.newest, self.epoch = first, epoch_at(first.positions, self.planner.streams, terms)
+        steps, self.progress = steps_of(block, self.progress, self._encode, self.epoch, done)
         yield from steps
 
     def _encode(self, place: Place, progress: Progress, partial: Partial | None) -> dict[str, Any]:

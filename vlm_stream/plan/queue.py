@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -140,9 +140,11 @@ class UnitQueue:
                     "%s is left out at the end of the stream: %s (%d tokens)", note.ref, note.reason, note.tokens
                 )
             return None
-        fresh = [window for window, _ in parts if window.start.window >= self._reported]
-        self._reported = max([self._reported, *(window.after.window for window in fresh)])
-        dropped = tuple(note for window in fresh for note in window.dropped)
+        dropped: tuple[Dropped, ...] = ()
+        for window, _ in parts:
+            if window.start.window >= self._reported:
+                self._reported = window.after.window
+                dropped += window.dropped
         return _table([(window, units) for window, units in parts if len(units)], dropped)
 
     def _pull(self) -> bool:
@@ -166,17 +168,30 @@ class UnitQueue:
 
 
 def _table(parts: list[tuple[Window, Ints]], dropped: tuple[Dropped, ...]) -> UnitTable:
-    def gather(name: str) -> npt.NDArray[np.int64]:
-        return np.concatenate([getattr(window, name)[units] for window, units in parts])
+    if len(parts) == 1:  # almost always, and there are as many tables as steps
+        ((window, units),) = parts
+        return _part(window, units, 0, dropped)
+    tables = [_part(window, units, place, ()) for place, (window, units) in enumerate(parts)]
+
+    def join(name: str) -> npt.NDArray[Any]:
+        return np.concatenate([getattr(table, name) for table in tables])
 
     return UnitTable(
         windows=tuple(window for window, _ in parts),
-        window=np.repeat(np.arange(len(parts)), [len(units) for _, units in parts]),
-        unit=np.concatenate([units for _, units in parts]),
-        tokens=gather("tokens"),
-        llm=gather("llm"),
-        vit=gather("vit"),
-        hashes=np.concatenate([window.hashes[units] for window, units in parts]),
-        num_samples=np.concatenate([window.splits[units + 1] - window.splits[units] for window, units in parts]),
+        dropped=dropped,
+        **{name: join(name) for name in ("window", "unit", "tokens", "llm", "vit", "hashes", "num_samples")},
+    )
+
+
+def _part(window: Window, units: Ints, place: int, dropped: tuple[Dropped, ...]) -> UnitTable:
+    return UnitTable(
+        windows=(window,),
+        window=np.full(len(units), place),
+        unit=units,
+        tokens=window.tokens[units],
+        llm=window.llm[units],
+        vit=window.vit[units],
+        hashes=window.hashes[units],
+        num_samples=window.splits[units + 1] - window.splits[units],
         dropped=dropped,
     )

@@ -1,7 +1,7 @@
 """The samples of one source at given positions, with what the plan must know of each.
 
 Enters: an order and a `ColumnReader`. Leaves: `Samples`, arrays with a row per sample. The columns of the live group
-are kept, two groups at most (a window may straddle their border); a shard is read when a window first touches it.
+are kept, two groups at most (a window may straddle their border).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vlm_stream.errors import DatasetError
-from vlm_stream.plan.costs import CostConfig, vit_cost
+from vlm_stream.plan.live_columns import LiveColumns
 from vlm_stream.plan.order import EpochLayout, epoch_layout, epoch_length, group_entries
 from vlm_stream.plan.randomness import Key
 
@@ -22,13 +21,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vlm_stream.plan.config import PlanConfig
-    from vlm_stream.plan.values import ColumnReader, SampleColumns, SourceSpec
+    from vlm_stream.plan.costs import CostConfig
+    from vlm_stream.plan.values import ColumnReader, SourceSpec
 
     Ints = npt.NDArray[np.int64]
 
 _SMALL_SOURCE = 1 << 18  # samples; their columns take 4 MB
 
-__all__ = ["Samples", "SourceStream", "concatenate", "read_refs", "read_shard"]
+__all__ = ["Samples", "SourceStream", "concatenate", "read_refs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,40 +88,16 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
     )
 
 
-class _ShardColumns(NamedTuple):
-    """What is kept of one shard: 16 bytes a sample."""
+class _LiveGroup(NamedTuple):
+    """One group of shards."""
 
-    tokens: npt.NDArray[np.int32]
-    vision: npt.NDArray[np.int32]
-    vit: Ints
-
-
-def _shrink(columns: SampleColumns, costs: CostConfig) -> _ShardColumns:
-    return _ShardColumns(
-        columns.tokens.astype(np.int32),
-        columns.vision_tokens.astype(np.int32),
-        vit_cost(columns.vision_patches, columns.vision_squares, costs),
-    )
-
-
-class _LiveGroup:
-    """One group of shards: its permutation, and the columns of those of its shards that were touched."""
-
-    def __init__(self, shards: Ints, sizes: Ints, entries: npt.NDArray[np.int32]) -> None:
-        total = int(sizes.sum())
-        self.shards = shards  # [k]
-        self.begins = np.concatenate([[0], np.cumsum(sizes)])  # [k + 1] rows of the concatenation
-        self.entries = entries  # [delivered] rows of the concatenation
-        self.read = np.zeros(len(shards), dtype=bool)
-        # Uninitialised on purpose: pages of shards that are never read cost no memory.
-        self.tokens = np.empty(total, dtype=np.int32)
-        self.vision = np.empty(total, dtype=np.int32)
-        self.vit = np.empty(total, dtype=np.int64)
-
-    def put(self, slot: int, columns: _ShardColumns) -> None:
-        begin, end = self.begins[slot], self.begins[slot + 1]
-        self.tokens[begin:end], self.vision[begin:end], self.vit[begin:end] = columns
-        self.read[slot] = True
+    shards: Ints
+    """[k]"""
+    splits: Ints
+    """[k + 1] Rows of the shards, one behind the other."""
+    entries: npt.NDArray[np.int32]
+    """[delivered] Such rows, in the order of the epoch."""
+    columns: LiveColumns
 
 
 class SourceStream:
@@ -143,7 +119,10 @@ class SourceStream:
         self._groups: dict[tuple[int, int], _LiveGroup] = {}
         # A small source meets the same shards in every epoch, and many epochs in one window.
         one_group = len(spec.samples_per_shard) <= config.order.group_shards
-        self._kept: dict[int, _ShardColumns] | None = {} if one_group and spec.num_samples <= _SMALL_SOURCE else None
+        self._kept: LiveColumns | None = None
+        if one_group and spec.num_samples <= _SMALL_SOURCE:
+            sizes = np.asarray(spec.samples_per_shard, dtype=np.int64)
+            self._kept = LiveColumns(np.arange(len(sizes)), sizes)
 
     def take(self, position: int, count: int) -> Samples:
         """Return the samples at `count` positions from `position` on, whatever epochs and groups they lie in."""
@@ -161,36 +140,23 @@ class SourceStream:
         return concatenate(parts)
 
     def _samples(self, group: _LiveGroup, rows: npt.NDArray[np.int32]) -> Samples:
-        slots = np.searchsorted(group.begins, rows, side="right") - 1
-        self._load(group, slots)
+        slots = np.searchsorted(group.splits, rows, side="right") - 1
         refs = np.empty((len(rows), 3), dtype=np.int64)
         refs[:, 0] = self.number
         refs[:, 1] = group.shards[slots]
-        refs[:, 2] = rows - group.begins[slots]
+        refs[:, 2] = rows - group.splits[slots]
+        columns = group.columns
+        if columns is self._kept:  # which has all shards in the order of their numbers
+            slots = refs[:, 1]
+        columns.load(slots, self.number, self.spec, self._read, self._costs)
+        at = columns.splits[slots] + refs[:, 2]
         return Samples(
             refs=refs,
-            tokens=group.tokens[rows].astype(np.int64),
-            vision=group.vision[rows].astype(np.int64),
-            vit=group.vit[rows],
+            tokens=columns.tokens[at].astype(np.int64),
+            vision=columns.vision[at].astype(np.int64),
+            vit=columns.vit[at],
             age=np.zeros(len(rows), dtype=np.int64),
         )
-
-    def _load(self, group: _LiveGroup, slots: Ints) -> None:
-        touched = np.zeros(len(group.shards), dtype=bool)
-        touched[slots] = True
-        missing = np.flatnonzero(touched & ~group.read)
-        if not len(missing):
-            return
-        kept = self._kept if self._kept is not None else {}
-        unread = [shard for shard in group.shards[missing].tolist() if shard not in kept]
-        _announce(self._read, [(self.number, shard) for shard in unread])
-        for slot, shard in zip(missing.tolist(), group.shards[missing].tolist(), strict=True):
-            columns = kept.get(shard)
-            if columns is None:
-                columns = _shrink(read_shard(self._read, self.number, self.spec, shard), self._costs)
-            if self._kept is not None:
-                self._kept[shard] = columns
-            group.put(slot, columns)
 
     def _layout(self, epoch: int) -> EpochLayout:
         if epoch not in self._layouts:
@@ -213,7 +179,9 @@ class SourceStream:
                 replace(self._key, epoch=epoch, index=number),
                 self._order.run_length if self._shuffle else None,
             )
-            self._groups[epoch, number] = _LiveGroup(shards, sizes, entries)
+            columns = self._kept or LiveColumns(shards, sizes)
+            splits = np.concatenate([[0], np.cumsum(sizes)])
+            self._groups[epoch, number] = _LiveGroup(shards, splits, entries, columns)
         return self._groups[epoch, number]
 
 
@@ -222,36 +190,15 @@ def _forget_all_but_newest(cache: dict[Any, Any]) -> None:
         del cache[old]
 
 
-def _announce(read: ColumnReader, shards: list[tuple[int, int]]) -> None:
-    """Tell a reader that can read ahead which shards come next; the plan itself asks for them one by one."""
-    prefetch = getattr(read, "prefetch", None)
-    if prefetch is not None:
-        prefetch(shards)
-
-
-def read_shard(read: ColumnReader, number: int, spec: SourceSpec, shard: int) -> SampleColumns:
-    """Read the columns of one shard and check that they are as long as the manifest says."""
-    columns = read(number, shard)
-    expected = spec.samples_per_shard[shard]
-    if len(columns.tokens) != expected:
-        raise DatasetError(
-            f"The index of shard {shard} of source '{spec.name}' has {len(columns.tokens)} samples, the manifest says "
-            f"{expected}; every position behind it would be wrong. Index the shard again or restore its manifest."
-        )
-    return columns
-
-
 def read_refs(refs: Ints, specs: Sequence[SourceSpec], read: ColumnReader, costs: CostConfig) -> Samples:
     """Look samples up by ref, shard by shard: for the few that a state names."""
     out = Samples.empty(len(refs))
     out.refs[:] = refs
-    shards = sorted({(source, shard) for source, shard, _ in refs.tolist()})
-    _announce(read, shards)
-    for source, shard in shards:
-        columns = read_shard(read, source, specs[source], shard)
-        here = np.flatnonzero((refs[:, 0] == source) & (refs[:, 1] == shard))
-        rows = refs[here, 2]
-        out.tokens[here] = columns.tokens[rows]
-        out.vision[here] = columns.vision_tokens[rows]
-        out.vit[here] = vit_cost(columns.vision_patches[rows], columns.vision_squares[rows], costs)
+    for source in np.unique(refs[:, 0]).tolist():
+        here = np.flatnonzero(refs[:, 0] == source)
+        shards, slots = np.unique(refs[here, 1], return_inverse=True)
+        live = LiveColumns(shards, np.asarray([specs[source].samples_per_shard[shard] for shard in shards.tolist()]))
+        live.load(slots, source, specs[source], read, costs)
+        rows = live.splits[slots] + refs[here, 2]
+        out.tokens[here], out.vision[here], out.vit[here] = live.tokens[rows], live.vision[rows], live.vit[rows]
     return out

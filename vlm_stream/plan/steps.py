@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vlm_stream.plan.deal import deal
+from vlm_stream.plan.queue import Place
 from vlm_stream.plan.values import Ref, Unit
 from vlm_stream.ragged import take_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import numpy.typing as npt
 
     from vlm_stream.plan.balance import BalanceConfig
-    from vlm_stream.plan.queue import Place, UnitQueue, UnitTable
+    from vlm_stream.plan.queue import UnitQueue, UnitTable
     from vlm_stream.plan.values import Dropped, StepShape
     from vlm_stream.plan.window import Window
 
@@ -46,7 +47,7 @@ class Progress:
         """Go on by the units of one micro-step on all ranks (-1 for fillers)."""
         real = numbers[numbers >= 0]
         text = hashlib.blake2b(bytes.fromhex(self.digest), digest_size=16)
-        text.update(table.hashes[real].astype("<u8").tobytes())
+        text.update(table.hashes[real].astype("<u8", copy=False).tobytes())
         return Progress(
             steps=self.steps + ends_step,
             units=self.units + len(real),
@@ -90,31 +91,40 @@ def next_block(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows:
     if table is None:
         return None
     after = queue.place()
+    first, windows, left = table.windows[0], before.windows, before.left
+    if not windows and first.start.window == before.cursor.window:
+        windows, left = (first,), (np.arange(first.num_units),)
     # A state inside the block has to find the windows again that were planned for it.
-    before = replace(before, planned=after.planned)
-    first = table.windows[0]
-    if not before.windows and first.start.window == before.cursor.window:
-        before = replace(before, windows=(first,), left=(np.arange(first.num_units),))
+    before = Place(cursor=before.cursor, windows=windows, left=left, planned=after.planned)
     return Block(table=table, shape=shape, balance=balance, rows=rows, before=before, after=after)
 
 
 def units_at(table: UnitTable, numbers: npt.NDArray[np.int64], unit_per_cost: float) -> list[Unit]:
     """Build units of a table, all at once: single numbers come out of an array much more slowly."""
+    tokens = table.tokens[numbers].tolist()
+    llm, vit = ((costs[numbers] * unit_per_cost).tolist() for costs in (table.llm, table.vit))
+    return list(map(Unit, refs_at(table, numbers), tokens, llm, vit))
+
+
+def refs_at(table: UnitTable, numbers: npt.NDArray[np.int64]) -> list[tuple[Ref, ...]]:
+    """Return the samples of units of a table."""
+    units = table.unit[numbers]
+    if len(table.windows) == 1:
+        return _refs_of(table.windows[0], units)
     refs: list[tuple[Ref, ...]] = [()] * len(numbers)
     for place, window in enumerate(table.windows):
         here = np.flatnonzero(table.window[numbers] == place)
-        for number, own in zip(here.tolist(), _refs_of(window, table.unit[numbers[here]]), strict=True):
+        for number, own in zip(here.tolist(), _refs_of(window, units[here]), strict=True):
             refs[number] = own
-    tokens = table.tokens[numbers].tolist()
-    llm, vit = ((costs[numbers] * unit_per_cost).tolist() for costs in (table.llm, table.vit))
-    return list(map(Unit, refs, tokens, llm, vit))
+    return refs
 
 
-def _refs_of(window: Window, units: npt.NDArray[np.int64]) -> Iterator[tuple[Ref, ...]]:
-    """Yield the samples of each unit."""
+def _refs_of(window: Window, units: npt.NDArray[np.int64]) -> list[tuple[Ref, ...]]:
+    if window.num_units == len(window.samples):  # each is a single sample
+        return [(Ref(*ref),) for ref in window.samples.refs[units].tolist()]
     samples, splits = take_rows(window.splits, units)
     refs = tuple(map(Ref._make, window.samples.refs[samples].tolist()))
-    return (refs[begin:end] for begin, end in itertools.pairwise(splits.tolist()))
+    return [refs[begin:end] for begin, end in itertools.pairwise(splits.tolist())]
 
 
 class Step:
@@ -166,6 +176,17 @@ class Step:
         numbers = self._grid[micro, rank]
         units = iter(units_at(self._block.table, numbers[numbers >= 0], 1.0 / self._block.balance.costs.scale))
         return tuple(None if number < 0 else next(units) for number in numbers.tolist())
+
+    def refs(self, rank: int, micro: int) -> list[tuple[Ref, ...]]:
+        """Return the samples of the rows of one micro-batch; a filler row has none."""
+        numbers = self._grid[micro, rank]
+        refs = iter(refs_at(self._block.table, numbers[numbers >= 0]))
+        return [() if number < 0 else next(refs) for number in numbers.tolist()]
+
+    def tokens(self, rank: int, micro: int) -> int:
+        """Return how many tokens the rows of one micro-batch hold."""
+        numbers = self._grid[micro, rank]
+        return int(self._block.table.tokens[numbers[numbers >= 0]].sum())
 
     def state_after(self, micro: int | None = None) -> dict[str, Any]:
         """Return the state once all ranks have consumed the step up to and with that micro-step (all by default)."""

@@ -48,9 +48,8 @@ class SampleColumns:
 class ColumnReader(Protocol):
     """Gives the columns of one shard; the plan calls it only for shards that its window touches.
 
-    A reader may also have `prefetch(shards: list[tuple[int, int]])`: it is called with all (source, shard) that the
-    plan is about to ask for, one by one, so that they can be read at once. A new group of shards begins with such a
-    call.
+    A reader may also have `read_many(source: int, shards: Sequence[int]) -> SampleColumns`: the columns of shards one
+    behind the other, for readers that are quicker when they are asked for all at once.
     """
 
     def __call__(self, source: int, shard: int) -> SampleColumns:

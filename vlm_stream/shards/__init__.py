@@ -18,9 +18,10 @@ from vlm_stream.shards.fields import FieldMap, is_text_member, to_conversation
 from vlm_stream.shards.foreign import IndexOptions, index_tars
 from vlm_stream.shards.index import ShardIndex, fetch_index, open_index, read_index
 from vlm_stream.shards.joint_index import JointIndex, read_joint_index
-from vlm_stream.shards.manifest import Manifest, ShardEntry, Totals, load_manifest
+from vlm_stream.shards.manifest import Manifest, load_manifest
 from vlm_stream.shards.options import ShardOptions
 from vlm_stream.shards.recount import RecountReport, recount
+from vlm_stream.shards.shard_list import ShardEntry, Totals
 from vlm_stream.shards.stats import DatasetStats, Histogram, dataset_stats
 from vlm_stream.shards.verify import Problem, VerifyReport, verify_dataset
 

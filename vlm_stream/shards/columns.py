@@ -2,8 +2,8 @@
 
 That is a third of a second and some 40 MB for every process that writes or reads an index, for nothing.
 
-Enters: Python values without nulls, and an Arrow type made of numbers, strings, lists and structs. Leaves: an Arrow
-array; or numpy numbers from one.
+Enters: Python values without nulls, and an Arrow type made of numbers, strings, dictionaries, lists and structs.
+Leaves: an Arrow array; or numpy numbers from one.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     if pa.types.is_list(kind):
         children = [to_array(list(chain.from_iterable(values)), kind.value_type)]
         return pa.Array.from_buffers(kind, len(values), [None, _splits(values)], children=children)
+    if pa.types.is_dictionary(kind):
+        numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+        places = to_array([numbers[value] for value in values], kind.index_type)
+        return pa.DictionaryArray.from_arrays(places, to_array(list(numbers), kind.value_type))
     if pa.types.is_string(kind):
         encoded = [value.encode() for value in values]
         return pa.Array.from_buffers(kind, len(values), [None, _splits(encoded), pa.py_buffer(b"".join(encoded))])

@@ -33,9 +33,10 @@ from vlm_stream.shards.job import (
 )
 from vlm_stream.shards.joint_index import with_joint_index
 from vlm_stream.shards.layout import JOB_FOLDER, LEDGER, MANIFEST
-from vlm_stream.shards.manifest import Manifest, Totals, load_manifest, save_manifest
+from vlm_stream.shards.manifest import Manifest, load_manifest, save_manifest
 from vlm_stream.shards.options import ShardOptions
 from vlm_stream.shards.order import cut_by_bytes, cut_by_count, record_order
+from vlm_stream.shards.shard_list import ShardList
 from vlm_stream.shards.shard_task import ShardContext, ShardPart, ShardTask, is_local
 from vlm_stream.shards.sizing import measure_records
 from vlm_stream.sources import open_source
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from vlm_stream.shards.engines import Engine
+    from vlm_stream.shards.shard_list import Totals
     from vlm_stream.sources.record import RecordSource
     from vlm_stream.storage import Store
 
@@ -132,7 +134,7 @@ def make_shards(
         parts[part.number] = part
         if on_part is not None:
             on_part(part, job.num_shards - num_kept)
-    manifest = _finish(store, job, parts, replace(Manifest(shards=()), tokens=counter.note), options)
+    manifest = _finish(store, job, parts, replace(Manifest(shards=ShardList.of(())), tokens=counter.note), options)
     return _report(store.root, manifest, len(source), num_kept, begin)
 
 
@@ -219,7 +221,7 @@ def _finish(store: Store, job: Job, parts: dict[int, ShardPart], manifest: Manif
     store.put(LEDGER, "".join(lines).encode())
     manifest = replace(
         manifest,
-        shards=tuple(part.entry for part in ordered),
+        shards=ShardList.of(part.entry for part in ordered),
         dropped=dict(sorted(dropped.items())),
         home="" if is_local(store) else store.root,
         job=job.fingerprint,

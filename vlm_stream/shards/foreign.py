@@ -23,10 +23,11 @@ from vlm_stream.shards.fields import FieldMap, guess_fields, is_text_member, to_
 from vlm_stream.shards.index import decode_index, encode_index
 from vlm_stream.shards.joint_index import with_joint_index
 from vlm_stream.shards.layout import LEDGER, MANIFEST, index_name, split_member_name
-from vlm_stream.shards.manifest import Manifest, ShardEntry, load_manifest, save_manifest
+from vlm_stream.shards.manifest import Manifest, load_manifest, save_manifest
 from vlm_stream.shards.object_reader import ObjectReader
 from vlm_stream.shards.rows import MemberPlace, SampleRow
 from vlm_stream.shards.sample import measure_item
+from vlm_stream.shards.shard_list import ShardEntry, ShardList
 from vlm_stream.shards.shard_task import ShardPart, is_local
 from vlm_stream.shards.tar import TarMember, iter_members
 from vlm_stream.shards.urls import expand_urls
@@ -117,7 +118,7 @@ def index_tars(
     out.put(LEDGER, "".join(bad.to_json() + "\n" for part in ordered for bad in part.bad).encode())
     dropped = Counter(f"{bad.stage}: {bad.reason}" for part in ordered for bad in part.bad)
     manifest = Manifest(
-        shards=tuple(part.entry for part in ordered),
+        shards=ShardList.of(part.entry for part in ordered),
         tokens=open_counter(options.processor).note,
         fields=fields,
         tars=tars.root if out.root != tars.root else "",

@@ -11,15 +11,23 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vlm_stream.errors import DatasetError, NotFoundError
 from vlm_stream.shards.columns import to_array
-from vlm_stream.shards.index_columns import MEDIA, decode_places, decode_plan_columns, read_table
+from vlm_stream.shards.index_columns import (
+    MEDIA,
+    MEMBER_NAME,
+    PLACE_NAMES,
+    plan_columns,
+    plan_names,
+    read_table,
+    sample_places,
+)
 from vlm_stream.shards.layout import index_name
-from vlm_stream.shards.manifest import ShardEntry, Totals
 from vlm_stream.shards.schema import index_schema
+from vlm_stream.shards.shard_list import ShardEntry, Totals
 from vlm_stream.storage.values import Member, Span
 from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize
 
@@ -48,22 +56,28 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: `places` is kept once it was asked for
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: columns are kept once they were asked for
 class ShardIndex:
-    """The index of one shard with n samples: what plans need at once, where samples lie when it is asked for."""
+    """The index of one shard with n samples."""
 
-    media: MediaColumns
+    load_media: Callable[[], MediaColumns]
+    """Returns the sizes of media and the counts of text."""
     offset: npt.NDArray[np.int64]
     """[n] First byte of the sample in the shard."""
     size: npt.NDArray[np.int64]
     """[n] Length of its byte range."""
     load_places: Callable[[], SamplePlaces]
-    """Decodes the rest."""
+    """Returns where members lie."""
     root: str = ""
     """URL of the folder that the shard's path is relative to."""
     path: str = ""
     shard_size: int | None = None
     etag: str | None = None
+
+    @cached_property
+    def media(self) -> MediaColumns:
+        """Return text counts and media sizes."""
+        return self.load_media()
 
     @cached_property
     def places(self) -> SamplePlaces:
@@ -73,8 +87,7 @@ class ShardIndex:
     @property
     def keys(self) -> list[str]:
         """Return [n] what the samples are called."""
-        keys: list[str] = self.places.keys.to_pylist()
-        return keys
+        return list(map(self.key, range(len(self))))
 
     @property
     def crc32c(self) -> list[int]:
@@ -88,14 +101,18 @@ class ShardIndex:
 
     def key(self, row: int) -> str:
         """Return one sample's key."""
-        key: str = self.places.keys[row].as_py()
-        return key
+        places = self.places
+        return str(places.key_bytes[places.key_splits.item(row) : places.key_splits.item(row + 1)], "utf-8")
 
     def members(self, row: int) -> tuple[Member, ...]:
         """Return one sample's files, in tar order."""
+        return tuple(map(Member._make, self._members(row)))
+
+    def _members(self, row: int) -> tuple[tuple[str, int, int], ...]:
         places = self.places
-        begin, end = places.member_splits.item(row), places.member_splits.item(row + 1)
-        return tuple(map(Member, places.member_names[begin:end], *places.member_places[:, begin:end].tolist()))
+        members = places.members[places.member_splits.item(row) : places.member_splits.item(row + 1)]
+        names = places.names
+        return tuple([(names[name], offset, size) for name, offset, size in members.tolist()])
 
     def sizes(self, row: int) -> MediaSizes:
         """Return the sizes of one sample's media; which frames it names itself is in its JSON alone."""
@@ -123,7 +140,7 @@ class ShardIndex:
     def span(self, row: int) -> Span:
         """Return where one sample's bytes lie."""
         offset, size, crc = self.offset.item(row), self.size.item(row), self.places.crc32c.item(row)
-        return Span(self.root, self.path, offset, size, crc, self.members(row), self.shard_size, self.etag)
+        return Span(self.root, self.path, offset, size, crc, self._members(row), self.shard_size, self.etag)
 
     def member_span(self, row: int, name: str) -> Span:
         """Return where one member of a sample lies; where the whole sample lies if it has no such member.
@@ -131,7 +148,7 @@ class ShardIndex:
         The index has a checksum of whole samples alone, so the bytes of a single member cannot be checked.
         """
         whole = self.span(row)
-        member = next((member for member in whole.members if member.name == name), None)
+        member = next((member for member in self.members(row) if member.name == name), None)
         if member is None:
             return whole
         return whole._replace(offset=member.offset, size=member.size, crc32c=None, members=(member,))
@@ -175,8 +192,9 @@ def write_table(table: pa.Table) -> bytes:
     import pyarrow.parquet as pq
 
     sink = pa.BufferOutputStream()
-    names = ["members.list.element.name"]
-    pq.write_table(table, sink, compression="zstd", use_dictionary=names, write_statistics=False, store_schema=False)
+    pq.write_table(
+        table, sink, compression="zstd", use_dictionary=[MEMBER_NAME], write_statistics=False, store_schema=False
+    )
     return bytes(sink.getvalue())
 
 
@@ -191,8 +209,13 @@ def recounted_index(data: bytes, text_tokens: Sequence[int]) -> bytes:
 
 def decode_index(data: bytes, *, where: str = "index", media: Collection[str] = MEDIA) -> ShardIndex:
     """Read the Parquet bytes of an index; `media` are the kinds that the shard has, where that is known."""
-    columns, offset, size = decode_plan_columns(data, where, media)
-    return ShardIndex(media=columns, offset=offset, size=size, load_places=partial(decode_places, data, where))
+    columns, offset, size = plan_columns(read_table(data, where, plan_names(media)), where, media)
+    return ShardIndex(
+        load_media=lambda: columns,
+        offset=offset,
+        size=size,
+        load_places=lambda: sample_places(read_table(data, where, PLACE_NAMES), where),
+    )
 
 
 def read_index(store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex:

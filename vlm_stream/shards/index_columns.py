@@ -1,4 +1,4 @@
-"""The Parquet bytes of an index as numpy columns: what plans need, and where samples lie.
+"""The table of an index as numpy columns: what plans need, and where samples lie.
 
 The two are read apart, and only media that the shard has: a run opens hundreds of indexes before its first batch, plans
 with all of them and fetches from few.
@@ -23,9 +23,21 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-__all__ = ["MEDIA", "JointPlaces", "SamplePlaces", "decode_places", "decode_plan_columns", "read_table"]
+__all__ = [
+    "MEDIA",
+    "MEMBER_NAME",
+    "PLACE_NAMES",
+    "SamplePlaces",
+    "plan_columns",
+    "plan_names",
+    "read_table",
+    "sample_places",
+    "telling",
+]
 
 MEDIA: Final = ("images", "videos", "audios")
+MEMBER_NAME: Final = "members.list.element.name"
+"""The path of that column in a Parquet file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,16 +47,29 @@ class SamplePlaces:
     Arrays: a run keeps those of a thousand shards, and as lists of Python's numbers they take five times the memory.
     """
 
-    keys: pa.StringArray
-    """[n]"""
+    key_splits: npt.NDArray[np.int32]
+    """[n + 1]"""
+    key_bytes: memoryview
+    """UTF-8."""
     crc32c: npt.NDArray[np.uint32]
     """[n] Checksum of the sample's range."""
     member_splits: npt.NDArray[np.int64]
     """[n + 1]"""
-    member_names: list[str]
-    """[members] Without the key; one object for each name."""
-    member_places: npt.NDArray[np.int64]
-    """[2, members] First content byte in the shard, and content size."""
+    members: npt.NDArray[np.int64]
+    """[members, 3] Place in `names`, first content byte in the shard, content size."""
+    names: list[str]
+    """What members are called, without the key: few names for many members."""
+
+    def cut(self, begin: int, end: int) -> SamplePlaces:
+        """Return the places of the samples in a range of rows; their members stay where they are."""
+        return SamplePlaces(
+            key_splits=self.key_splits[begin : end + 1],
+            key_bytes=self.key_bytes,
+            crc32c=self.crc32c[begin:end],
+            member_splits=self.member_splits[begin : end + 1],
+            members=self.members,
+            names=self.names,
+        )
 
 
 def read_table(data: bytes, where: str, names: tuple[str, ...] | None = None) -> pa.Table:
@@ -57,14 +82,15 @@ def read_table(data: bytes, where: str, names: tuple[str, ...] | None = None) ->
     import pyarrow.parquet as pq
 
     schema = index_schema(names)
-    with _telling(where):
+    with telling(where):
+        file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=[MEMBER_NAME])
         # One thread: an index is small, and hundreds are read side by side already.
-        table = pq.ParquetFile(pa.BufferReader(data)).read(columns=schema.names, use_threads=False)
+        table = file.read(columns=schema.names, use_threads=False)
         return table if table.schema.equals(schema) else table.select(schema.names).cast(schema)
 
 
 @contextmanager
-def _telling(where: str) -> Iterator[None]:
+def telling(where: str) -> Iterator[None]:
     """Say which index it is that Arrow cannot make sense of."""
     import pyarrow as pa
 
@@ -77,26 +103,29 @@ def _telling(where: str) -> Iterator[None]:
         ) from error
 
 
-def decode_plan_columns(
-    data: bytes, where: str, media: Collection[str] = MEDIA
+def plan_names(media: Collection[str]) -> tuple[str, ...]:
+    """Return the columns that `plan_columns` looks at, in the order of the schema."""
+    return ("offset", "size", "text_tokens", *(kind for kind in MEDIA if kind in media))
+
+
+def plan_columns(
+    table: pa.Table, where: str, media: Collection[str] = MEDIA
 ) -> tuple[MediaColumns, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Read what plans need: counts and sizes, [n] where each sample begins, [n] its bytes.
+    """Return what plans need: counts and sizes, [n] where each sample begins, [n] its bytes.
 
     Args:
-        data: The index.
+        table: The index, or its columns `plan_names(media)`.
         where: What messages call it.
         media: Kinds of media that the shard has; the columns of others are not looked at.
     """
     import numpy as np
-
-    table = read_table(data, where, ("offset", "size", "text_tokens", *(kind for kind in MEDIA if kind in media)))
 
     def ragged(kind: str, fields: Sequence[str]) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
         if kind in media:
             return _ragged(_plain(table.column(kind)), fields)
         return np.zeros(table.num_rows + 1, dtype=np.int64), dict.fromkeys(fields, np.zeros(0, dtype=np.int64))
 
-    with _telling(where):
+    with telling(where):
         image_splits, images = ragged("images", ("height", "width"))
         video_splits, videos = ragged("videos", ("frames", "height", "width", "fps", "seconds", "picked"))
         audio_splits, audios = ragged("audios", ("samples", "rate"))
@@ -116,41 +145,25 @@ def decode_plan_columns(
     return columns, plain["offset"], plain["size"]
 
 
-def decode_places(data: bytes, where: str) -> SamplePlaces:
-    """Read what fetching needs beyond that."""
-    places = JointPlaces(data, where)
-    return places.cut(0, len(places))
+PLACE_NAMES: Final = ("key", "crc32c", "members")
 
 
-class JointPlaces:
-    """Where the samples of one or many shards lie; names are made for those that are cut out."""
+def sample_places(table: pa.Table, where: str) -> SamplePlaces:
+    """Return what fetching needs beyond that, of an index or its columns `PLACE_NAMES`."""
+    import numpy as np
 
-    def __init__(self, data: bytes, where: str) -> None:
-        """Decode."""
-        table = read_table(data, where, ("key", "crc32c", "members"))
-        members = _plain(table.column("members"))
-        self._keys = _plain(table.column("key"))
-        self._names = members.values.field("name")
-        with _telling(where):
-            self._splits, places = _ragged(members, ("offset", "size"))
-            self._crc32c = to_numbers(_plain(table.column("crc32c")))
-        self._places = _stack(places, ("offset", "size")).T
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self._keys)
-
-    def cut(self, begin: int, end: int) -> SamplePlaces:
-        """Return the places of the samples in a range of rows."""
-        splits = self._splits[begin : end + 1]
-        first, last = int(splits[0]), int(splits[-1])
-        names = self._names.slice(first, last - first).to_pylist()
+    members = _plain(table.column("members"))
+    names = members.values.field("name")
+    with telling(where):
+        splits, places = _ragged(members, ("offset", "size"))
+        key_splits, key_bytes = _texts(_plain(table.column("key")))
         return SamplePlaces(
-            keys=self._keys.slice(begin, end - begin),
-            crc32c=self._crc32c[begin:end],
-            member_splits=splits - first,
-            member_names=list(map(sys.intern, names)),  # few names, many members
-            member_places=self._places[:, first:last],
+            key_splits=key_splits,
+            key_bytes=key_bytes,
+            crc32c=to_numbers(_plain(table.column("crc32c"))),
+            member_splits=splits,
+            members=np.stack([to_numbers(names.indices), places["offset"], places["size"]], axis=1),
+            names=list(map(sys.intern, names.dictionary.to_pylist())),
         )
 
 
@@ -168,6 +181,19 @@ def _ragged(array: pa.ListArray, names: Sequence[str]) -> tuple[npt.NDArray[np.i
 
     entries = array.values
     return to_numbers(array.offsets).astype(np.int64), {name: to_numbers(entries.field(name)) for name in names}
+
+
+def _texts(array: pa.StringArray) -> tuple[npt.NDArray[np.int32], memoryview]:
+    """Return [n + 1] where each text begins, and all of them: a text of Arrow's own takes twice as long to look at."""
+    import numpy as np
+    import pyarrow as pa
+
+    if array.null_count:
+        raise pa.ArrowInvalid(f"{array.null_count} texts are missing")
+    _, splits, data = array.buffers()
+    if not len(array):
+        return np.zeros(1, dtype=np.int32), memoryview(b"")
+    return np.frombuffer(splits, np.int32, len(array) + 1, array.offset * 4), memoryview(data or b"")
 
 
 def _stack(fields: dict[str, npt.NDArray[Any]], names: Sequence[str]) -> npt.NDArray[np.int64]:

@@ -22,7 +22,7 @@ __all__ = [
 
 MANIFEST: Final = "dataset.json"
 LEDGER: Final = "ledger.jsonl"
-JOINT_INDEX: Final = "dataset.indexes.parquet"
+JOINT_INDEX: Final = "dataset.indexes.arrow"
 """The indexes of all shards in one, where the dataset is small; no tar's own index can be called so."""
 JOB_FOLDER: Final = ".job"
 """What an unfinished conversion remembers; gone once the manifest is written."""

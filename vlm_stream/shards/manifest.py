@@ -6,65 +6,26 @@ whole. It knows no tar and no index, only their digests.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import reduce
-from operator import add, attrgetter
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import DatasetError, NotFoundError
 from vlm_stream.shards.fields import FieldMap
 from vlm_stream.shards.layout import MANIFEST
+from vlm_stream.shards.shard_list import ShardList
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from vlm_stream.shards.shard_list import Totals
     from vlm_stream.storage import Store
 
-__all__ = ["FORMAT_VERSION", "Manifest", "ShardEntry", "TokenCounting", "Totals", "load_manifest", "save_manifest"]
+__all__ = ["FORMAT_VERSION", "Manifest", "TokenCounting", "load_manifest", "save_manifest"]
 
-FORMAT_VERSION: Final = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
-    """What one shard, or all of them, adds up to."""
-
-    samples: int = 0
-    bytes: int = 0
-    """Size of the tar."""
-    text_tokens: int = 0
-    text_only: int = 0
-    """Samples without any medium."""
-    images: int = 0
-    image_pixels: int = 0
-    videos: int = 0
-    video_frames: int = 0
-    video_seconds: float = 0.0
-    audios: int = 0
-    audio_seconds: float = 0.0
-
-    @classmethod
-    def sum(cls, parts: Iterable[Totals]) -> Totals:
-        """Add field by field, from the first to the last (`sum` rounds floats otherwise in newer Pythons)."""
-        columns = {f.name: attrgetter(f.name) for f in fields(cls)}
-        each = list(parts)
-        return cls(**{name: reduce(add, map(value, each), getattr(cls(), name)) for name, value in columns.items()})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardEntry:
-    """One shard, as the manifest lists it."""
-
-    name: str
-    """Relative to the dataset's root, or to `Manifest.tars`."""
-    totals: Totals
-    crc32c: int
-    """Of the tar."""
-    index_sha256: str
-    etag: str | None = None
-    """What the store called this very object, where the store is remote."""
+FORMAT_VERSION: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +45,11 @@ class TokenCounting:
     """`Geometry.to_json()` of that processor: plans can be made without it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: the digest is kept once it was asked for
 class Manifest:
     """A dataset: its shards in order."""
 
-    shards: tuple[ShardEntry, ...]
+    shards: ShardList
     tokens: TokenCounting = field(default_factory=TokenCounting)
     fields: FieldMap = field(default_factory=FieldMap)
     """How a sample's members become a conversation; the default is our own shards."""
@@ -102,24 +63,40 @@ class Manifest:
     """Fingerprint of the conversion's input and options."""
     joint_index_sha256: str = ""
     """Of the object with all indexes in one, where there is one."""
-    version: int = FORMAT_VERSION
 
     @property
     def totals(self) -> Totals:
         """Return the sum over the shards."""
-        return Totals.sum(shard.totals for shard in self.shards)
+        return self.shards.totals()
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Return what identifies the dataset: it changes when any tar or index does, and with nothing else."""
-        parts = [[s.name, s.totals.samples, s.totals.bytes, s.crc32c, s.index_sha256] for s in self.shards]
-        text = json.dumps([parts, asdict(self.fields)], separators=(",", ":"), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        samples, num_bytes, sums = map(self.shards.column, ("samples", "bytes", "crc32c"))
+        names, indexes = (map(encode_basestring_ascii, self.shards.column(name)) for name in ("name", "index_sha256"))
+        # As `json.dumps` writes a list of lists, which would have to be made first.
+        parts = ",".join(map("[{},{},{},{},{}]".format, names, samples, num_bytes, sums, indexes))
+        fields = json.dumps(asdict(self.fields), separators=(",", ":"), sort_keys=True)
+        return hashlib.sha256(f"[[{parts}],{fields}]".encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Return the text of `dataset.json`."""
-        data = {"format": "vlm_stream", "digest": self.digest, "totals": asdict(self.totals), **asdict(self)}
-        return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        """Return the text of `dataset.json`: a line for each value, and for each column of the shards."""
+        values = {
+            "format": "vlm_stream",
+            "version": FORMAT_VERSION,
+            "digest": self.digest,
+            "totals": asdict(self.totals),
+            "tokens": asdict(self.tokens),
+            "fields": asdict(self.fields),
+            "tars": self.tars,
+            "home": self.home,
+            "dropped": self.dropped,
+            "job": self.job,
+            "joint_index_sha256": self.joint_index_sha256,
+        }
+        lines = [f" {_dump(name)}: {_dump(value)}" for name, value in values.items()]
+        columns = [f"  {_dump(name)}: {_dump(column)}" for name, column in self.shards.columns().items()]
+        return "{\n" + ",\n".join([*lines, ' "shards": {\n' + ",\n".join(columns) + "\n }"]) + "\n}\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = MANIFEST) -> Manifest:
@@ -130,21 +107,24 @@ class Manifest:
         """
         data = _parse(text, where)
         digest = data.pop("digest", None)
-        data.pop("totals", None)
-        data.pop("format")
         try:
-            data["shards"] = tuple(_shard_from(shard) for shard in data["shards"])
+            data["shards"] = ShardList(data["shards"])
             data["tokens"] = TokenCounting(**data["tokens"])
             data["fields"] = FieldMap(**data["fields"])
             manifest = cls(**data)
+            is_whole = manifest.digest == digest
         except (KeyError, TypeError) as error:
             raise DatasetError(f"{where} lacks or misnames a field ({error}): write the dataset again.") from error
-        if manifest.digest != digest:
+        if not is_whole:
             raise DatasetError(
                 f"{where} does not have the digest that it states: it was edited or damaged, so its shards cannot be "
                 f"trusted. Write it again with: vlm-stream index"
             )
         return manifest
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
 def _parse(text: str | bytes, where: str) -> dict[str, Any]:
@@ -154,17 +134,25 @@ def _parse(text: str | bytes, where: str) -> dict[str, Any]:
         raise DatasetError(f"{where} is not JSON ({error}): it was damaged; write the dataset again.") from error
     if not isinstance(data, dict) or data.get("format") != "vlm_stream":
         raise DatasetError(f"{where} is not a manifest of this package. For tars made elsewhere run: vlm-stream index")
-    version = data.get("version")
-    if version != FORMAT_VERSION:
+    version = data.pop("version", None)
+    if version == 1:
+        _from_rows(data)
+    elif version != FORMAT_VERSION:
         raise DatasetError(
             f"{where} has format version {version}, this release reads version {FORMAT_VERSION}: "
             f"it cannot be read safely. Install the release that wrote it, or a newer one."
         )
+    for name in ("format", "totals"):
+        data.pop(name, None)
     return data
 
 
-def _shard_from(data: dict[str, Any]) -> ShardEntry:
-    return ShardEntry(**(data | {"totals": Totals(**data["totals"])}))
+def _from_rows(data: dict[str, Any]) -> None:
+    """Bring the first format into this one: it listed shard by shard, and its joint index was of another kind."""
+    with contextlib.suppress(KeyError, TypeError, AttributeError):  # what is missing is told of later
+        rows = [shard | shard.pop("totals") for shard in data["shards"]]
+        data["shards"] = {name: [row[name] for row in rows] for name in ShardList.of(()).columns()}
+    data["joint_index_sha256"] = ""
 
 
 def load_manifest(store: Store) -> Manifest:
@@ -181,9 +169,8 @@ def load_manifest(store: Store) -> Manifest:
             f"Finish it with: vlm-stream make-shards --resume; for tars made elsewhere run: vlm-stream index"
         ) from error
     manifest = Manifest.from_json(text, where=f"{store.root}/{MANIFEST}")
-    if manifest.home != store.root and any(shard.etag for shard in manifest.shards):
-        shards = tuple(replace(shard, etag=None) for shard in manifest.shards)
-        manifest = replace(manifest, shards=shards)
+    if manifest.home != store.root and any(manifest.shards.column("etag")):
+        manifest = replace(manifest, shards=manifest.shards.without_etags())
     return manifest
 
 

@@ -23,6 +23,7 @@ from vlm_stream.shards.joint_index import with_joint_index
 from vlm_stream.shards.layout import index_name
 from vlm_stream.shards.manifest import load_manifest, save_manifest
 from vlm_stream.shards.sample import picked_frames
+from vlm_stream.shards.shard_list import ShardList
 from vlm_stream.storage import open_store
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from vlm_stream.conversation import Conversation
     from vlm_stream.shards.fields import FieldMap
     from vlm_stream.shards.index import ShardIndex
-    from vlm_stream.shards.manifest import ShardEntry
+    from vlm_stream.shards.shard_list import ShardEntry
     from vlm_stream.storage import Store, StoreOptions
     from vlm_stream.tokens import MediaSizes
 
@@ -151,7 +152,7 @@ def recount(
             on_shard(entry, len(manifest.shards))
     counted = replace(
         manifest,
-        shards=tuple(entries[shard.name] for shard in manifest.shards),
+        shards=ShardList.of(entries[shard.name] for shard in manifest.shards),
         tokens=open_counter(processor).note,
     )
     save_manifest(dataset, with_joint_index(dataset, counted))

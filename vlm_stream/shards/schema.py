@@ -13,7 +13,10 @@ __all__ = ["index_schema"]
 
 @cache
 def index_schema(names: tuple[str, ...] | None = None) -> pa.Schema:
-    """Return the schema, or that of some columns (made on first use: pyarrow is not imported before it is needed)."""
+    """Return the schema, or that of some columns (made on first use: pyarrow is not imported before it is needed).
+
+    Names of members are few and come often: in memory they are numbers of a dictionary.
+    """
     import pyarrow as pa
 
     if names is not None:
@@ -31,7 +34,7 @@ def index_schema(names: tuple[str, ...] | None = None) -> pa.Schema:
         ]
     )
     audio = pa.struct([("samples", pa.int64()), ("rate", pa.int32())])
-    member = pa.struct([("name", pa.string()), ("offset", pa.int64()), ("size", pa.int64())])
+    member = pa.struct([("name", pa.dictionary(pa.int32(), pa.string())), ("offset", pa.int64()), ("size", pa.int64())])
     return pa.schema(
         [
             ("key", pa.string()),

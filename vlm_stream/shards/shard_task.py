@@ -24,9 +24,9 @@ from vlm_stream.ledger import BadSample
 from vlm_stream.shards.counting import SampleCounter, open_counter
 from vlm_stream.shards.index import decode_index, encode_index
 from vlm_stream.shards.layout import JOB_FOLDER, index_name, part_name, sample_key, shard_name
-from vlm_stream.shards.manifest import ShardEntry, Totals
 from vlm_stream.shards.media_bytes import MediaReader
 from vlm_stream.shards.sample import build_sample
+from vlm_stream.shards.shard_list import ShardEntry, Totals
 from vlm_stream.shards.writer import ShardWriter, write_all
 from vlm_stream.storage import open_store
 from vlm_stream.storage.url import scheme_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from vlm_stream.shards.index import read_index
-from vlm_stream.shards.manifest import TokenCounting, Totals, load_manifest
+from vlm_stream.shards.manifest import TokenCounting, load_manifest
 from vlm_stream.storage import open_store
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from vlm_stream.shards.index import ShardIndex
     from vlm_stream.shards.manifest import Manifest
+    from vlm_stream.shards.shard_list import Totals
     from vlm_stream.storage import Store, StoreOptions
     from vlm_stream.tokens.columns import MediaColumns
 

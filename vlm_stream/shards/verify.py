@@ -10,7 +10,7 @@ import hashlib
 import io
 import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vlm_stream.shards.fields import FieldMap
-    from vlm_stream.shards.manifest import Manifest, ShardEntry
+    from vlm_stream.shards.manifest import Manifest
+    from vlm_stream.shards.shard_list import ShardEntry
     from vlm_stream.storage import Member, Store, StoreOptions
 
 __all__ = ["Problem", "VerifyReport", "verify_dataset"]
+
+_WRONG_INDEX: Final = {"missing_index", "damaged_index", "changed_index"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +118,8 @@ def verify_dataset(
         if on_shard is not None:
             on_shard(shard, len(manifest.shards), len(problems))
     problems = [problem for shard in manifest.shards for problem in found[shard.name]]
-    if manifest.joint_index_sha256 and not {"missing_index", "damaged_index"} & {problem.kind for problem in problems}:
+    # It is compared with the indexes of the shards, and says nothing new of those that are wrong themselves.
+    if manifest.joint_index_sha256 and not _WRONG_INDEX & {problem.kind for problem in problems}:
         problems += _joint_problems(dataset, manifest)
     totals = manifest.totals
     return VerifyReport(

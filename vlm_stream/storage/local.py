@@ -38,7 +38,7 @@ class _OpenFile:
 
     __slots__ = ("descriptor",)
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def __del__(self) -> None:
@@ -151,7 +151,7 @@ class LocalStore:
         # Without a lock, which a fork could leave locked: each step is atomic, and to open a file twice does no harm.
         file = self._open_files.get(path)
         if file is None:
-            file = self._open_files[path] = _OpenFile(self._path(path))
+            file = self._open_files[path] = _OpenFile(join_url(self._folder, check_path(self._folder, path)))
         with contextlib.suppress(KeyError):
             self._open_files.move_to_end(path)
             if len(self._open_files) > _MAX_OPEN_FILES:

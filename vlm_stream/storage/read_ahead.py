@@ -39,27 +39,35 @@ SpanResult = Union["Mapping[str, memoryview]", BadSampleError]
 
 
 class _Flight:
-    """A request under way, and how many samples still need its bytes."""
+    """A request under way, and the samples that need its bytes."""
 
-    __slots__ = ("fetched", "future", "num_users", "request")
+    __slots__ = ("future", "num_users", "request", "users")
 
-    def __init__(self, request: RangeRequest, future: Future[Fetched] | None) -> None:
+    def __init__(self, request: RangeRequest, future: Future[Fetched] | None, users: list[_Waiting]) -> None:
         self.request = request
         self.future = future
         """None: the bytes lie in memory, and are read when the first of their samples is due."""
-        self.num_users = len(request.spans)
-        self.fetched: Fetched | None = None
-        """What came, once a sample has asked for it."""
+        self.users = users
+        """Until it has landed."""
+        self.num_users = len(users)
+        """Not handed out yet."""
 
 
 class _Waiting:
-    """A sample in the queue, with the requests that bring it."""
+    """A sample in the queue, with the requests that bring it, in the end with what they brought."""
 
-    __slots__ = ("flights", "span")
+    __slots__ = ("flights", "landed", "result", "span")
+    result: SpanResult
+    """Once it has landed."""
 
     def __init__(self, span: Span) -> None:
         self.span = span
         self.flights: list[_Flight] = []
+        self.landed = False
+
+    def land(self, result: SpanResult) -> None:
+        self.result = result
+        self.landed = True
 
 
 class ReadAhead(Generic[T]):
@@ -102,7 +110,13 @@ class ReadAhead(Generic[T]):
                 self._refill()
             waiting = self._queue.popleft()
             num_bytes += waiting.span.size
-            results.append(self._finish(waiting))
+            if not waiting.landed:
+                self._land(waiting)
+            results.append(waiting.result)
+            for flight in waiting.flights:
+                flight.num_users -= 1
+                if not flight.num_users:
+                    self._num_ahead -= flight.request.size
         num_bad = sum(isinstance(result, BadSampleError) for result in results)
         self._engine().metrics.add(
             samples=num_spans, bytes_wanted=num_bytes, queue_wait_s=self._waited_s, bad_samples=num_bad
@@ -113,6 +127,7 @@ class ReadAhead(Generic[T]):
         """Give up what is under way, and let go of it: a request's outcome may hold its connection."""
         for waiting in self._queue:
             for flight in waiting.flights:
+                flight.users.clear()
                 if flight.future is not None:
                     flight.future.cancel()
         self._queue.clear()
@@ -137,42 +152,51 @@ class ReadAhead(Generic[T]):
         engine = self._engine()
         spans = [waiting.span for waiting in batch]
         for request in plan_requests(spans, self._options, engine.run_limits({span.root for span in spans})):
-            flight = _Flight(request, engine.submit(request))
-            for position in request.spans:
-                batch[position].flights.append(flight)
+            users = [batch[position] for position in request.spans]
+            flight = _Flight(request, engine.submit(request), users)
+            for waiting in users:
+                waiting.flights.append(flight)
             self._num_ahead += request.size
         self._queue.extend(batch)
 
-    def _finish(self, waiting: _Waiting) -> SpanResult:
-        """Wait for a sample's bytes, check them, cut them into members."""
-        span = waiting.span
-        flights = waiting.flights
-        try:
-            parts = [flight.fetched or self._fetch(flight) for flight in flights]
-        except NotFoundError as error:
-            if not self._options.missing_is_bad:
-                raise
-            return BadSampleError("read", "missing_shard", f"{error} The sample is left out.")
-        finally:
-            for flight in flights:
-                flight.num_users -= 1
-                if not flight.num_users:
-                    self._num_ahead -= flight.request.size
-                    flight.fetched = None  # else the memory of the last samples could not be used again
-        if len(parts) > 1:
-            result = open_sample(span, memoryview(b"".join(part.data for part in parts)))
-        else:
-            request, (data, _, _, crc) = flights[0].request, parts[0]
-            begin = span.offset - request.offset
-            data = memoryview(data)[begin : begin + span.size]
-            result = open_sample(span, data, crc if request.size == span.size else None)
+    def _land(self, waiting: _Waiting) -> None:
+        """Wait for what brings a sample, and open all samples that it brings: their bytes are as warm as they get."""
+        if len(waiting.flights) > 1:
+            waiting.land(self._join(waiting))
+            return
+        (flight,) = waiting.flights
+        fetched = self._fetch(flight)
+        users, flight.users = flight.users, []  # which know the flight: a circle would keep their memory
+        if isinstance(fetched, BadSampleError):
+            for user in users:
+                user.land(fetched)
+            return
+        view, base = memoryview(fetched.data), flight.request.offset
+        for user in users:
+            begin = user.span.offset - base
+            user.land(self._open(user.span, view[begin : begin + user.span.size], fetched.crc32c))
+
+    def _join(self, waiting: _Waiting) -> SpanResult:
+        """Put a sample together that came in parts."""
+        parts = []
+        for flight in waiting.flights:
+            flight.users.clear()
+            fetched = self._fetch(flight)
+            if isinstance(fetched, BadSampleError):
+                return fetched
+            parts.append(fetched.data)
+        return self._open(waiting.span, memoryview(b"".join(parts)))
+
+    def _open(self, span: Span, data: memoryview, crc: int | None = None) -> SpanResult:
+        """Check a sample's bytes and cut them into members; what seems damaged is read again."""
+        result = open_sample(span, data, crc)
         if isinstance(result, BadSampleError) and result.reason in ("crc_mismatch", "truncated"):
             again = self._engine().read_again(span)
             check_unchanged(span, again)
             result = open_sample(span, memoryview(again.data))
         return result
 
-    def _fetch(self, flight: _Flight) -> Fetched:
+    def _fetch(self, flight: _Flight) -> Fetched | BadSampleError:
         """Return what a request brings, from a shard that is still the one that was indexed."""
         begun_s = time.perf_counter()
         try:
@@ -182,7 +206,11 @@ class ReadAhead(Generic[T]):
                 "The reader was closed while samples were still being read from it. Read to the end, or stop reading "
                 "before closing."
             ) from None
+        except NotFoundError as error:
+            if not self._options.missing_is_bad:
+                raise
+            return BadSampleError("read", "missing_shard", f"{error} The sample is left out.")
+        finally:
+            self._waited_s += time.perf_counter() - begun_s
         check_unchanged(flight.request, fetched)
-        self._waited_s += time.perf_counter() - begun_s
-        flight.fetched = fetched
         return fetched

@@ -23,6 +23,7 @@ _MIN_BYTES: Final = 64 * 1024
 
 
 _PAGE_BYTES: Final = 4096
+_LOOKED_AT: Final = 12
 
 
 class _Block(NamedTuple):
@@ -49,13 +50,7 @@ class ReusedMemory:
             return None
         length = 1 << (size - 1).bit_length()  # few lengths, so that one of them is soon free
         blocks = self._blocks.setdefault(length, deque())
-        try:
-            block = blocks.popleft()  # the one that was given out first is the first to come back
-        except IndexError:
-            block = None
-        if block is not None and not _is_free(block.memory):
-            blocks.appendleft(block)
-            block = None
+        block = _find_free(blocks)
         if block is None:
             if self._num_bytes + length > self._max_bytes:
                 # Of other lengths, or held for long: blocks in use stay alive without us.
@@ -66,6 +61,34 @@ class ReusedMemory:
         view = memoryview(block.memory)[block.begin : block.begin + size]
         blocks.append(block)
         return view
+
+
+def _find_free(blocks: deque[_Block]) -> _Block | None:
+    """Take out a block that nobody looks at: of the newest ones the newest, or else the oldest.
+
+    The newest is the warmest: where blocks come back soon, a few of them stay in the processor's cache. Where many are
+    held, the one that was given out first is the first to come back. What is looked at is taken out meanwhile, so that
+    no two threads find the same one.
+    """
+    held: list[_Block] = []
+    found = None
+    try:
+        while len(held) < _LOOKED_AT:
+            block = blocks.pop()
+            if _is_free(block.memory):
+                found = block
+                break
+            held.append(block)
+        else:
+            block = blocks.popleft()
+            if _is_free(block.memory):
+                found = block
+            else:
+                blocks.appendleft(block)
+    except IndexError:
+        pass  # all are held, or another thread has them in hand
+    blocks.extend(reversed(held))
+    return found
 
 
 def _new_block(length: int) -> _Block:

@@ -43,7 +43,8 @@ class Span(NamedTuple):
     size: int
     crc32c: int | None
     """Checksum of the whole range. None: there is none (the span is a part of a sample), and nothing is checked."""
-    members: tuple[Member, ...]
+    members: tuple[tuple[str, int, int], ...]
+    """Each a `Member`, or as plain as one: most are looked at once, where they are cut."""
     shard_size: int | None = None
     """Size of the whole shard as the manifest has it; a different one means that the object was replaced."""
     etag: str | None = None

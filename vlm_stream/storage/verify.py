@@ -63,7 +63,7 @@ def open_sample(span: Span, data: memoryview, crc: int | None = None) -> dict[st
             f"The shard was cut short; copy or write it again.",
         )
     if expected is not None:
-        crc = crc32c_of(data) if crc is None else crc
+        crc = crc32c.crc32c(data) if crc is None else crc
         if crc != expected:
             return _bad(
                 span,

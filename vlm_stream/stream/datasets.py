@@ -7,7 +7,7 @@ plan, spans for the reader. Indexes are read when the plan first needs a shard a
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,18 +16,23 @@ import pyarrow.parquet  # noqa: F401 - every stream reads indexes; later, it wou
 
 from vlm_stream.errors import DatasetError
 from vlm_stream.plan import Ref, SampleColumns, SourceSpec
+from vlm_stream.ragged import take_rows
 from vlm_stream.shards import fetch_index, load_manifest, open_index, read_joint_index, template_digest
 from vlm_stream.storage import open_store
 from vlm_stream.stream.counting import num_media
-from vlm_stream.tokens import count_tokens, join_columns
+from vlm_stream.tokens import count_tokens, join_columns, take_columns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
 
     from vlm_stream.shards import JointIndex, Manifest, ShardIndex
     from vlm_stream.storage import Span, Store, StoreOptions
     from vlm_stream.stream.sources import SourceOptions
-    from vlm_stream.tokens import Geometry, MediaSizes
+    from vlm_stream.tokens import Geometry, MediaColumns, MediaSizes
+
+    Ints = npt.NDArray[np.int64]
 
 __all__ = ["OpenDatasets", "open_manifests"]
 
@@ -75,9 +80,9 @@ class OpenDatasets:
         self.manifests: list[Manifest] = [manifest for _, manifest in opened]
         self._indexes: OrderedDict[tuple[int, int], ShardIndex] = OrderedDict()
         self._joint: dict[int, JointIndex | None] = {}
-        self._counted: dict[tuple[int, int], SampleColumns] = {}
-        for source, manifest in zip(self._sources, self.manifests, strict=True):
-            if not any(shard.totals.samples for shard in manifest.shards):
+        self._num_samples = [sum(manifest.shards.column("samples")) for manifest in self.manifests]
+        for source, num_samples in zip(self._sources, self._num_samples, strict=True):
+            if not num_samples:
                 raise DatasetError(
                     f"the dataset at {source.url} has no samples, so there is nothing to stream; "
                     f"look at the ledger of its conversion, or leave the source out"
@@ -93,7 +98,7 @@ class OpenDatasets:
         return [
             SourceSpec(
                 name=source.name,
-                samples_per_shard=tuple(shard.totals.samples for shard in manifest.shards),
+                samples_per_shard=tuple(manifest.shards.column("samples")),
                 digest=manifest.digest,
                 weight=source.weight,
                 sample_ratio=source.sample_ratio,
@@ -121,39 +126,41 @@ class OpenDatasets:
 
     def __call__(self, source: int, shard: int) -> SampleColumns:
         """Return what the plan must know of one shard's samples (this makes it the plan's column reader)."""
-        ready = self._counted.pop((source, shard), None)
-        return ready or next(self._count([self._index(source, shard)]))
+        return self.read_many(source, [shard])
 
-    def prefetch(self, shards: Sequence[tuple[int, int]]) -> None:
-        """Read the indexes of shards that the plan is about to ask for, side by side, and count them all at once."""
-        missing = [place for place in shards if place not in self._indexes]
-        self._join(missing)
-        missing = [place for place in missing if self._joint.get(place[0]) is None]
-        if len(missing) > 1:
+    def read_many(self, source: int, shards: Sequence[int]) -> SampleColumns:
+        """Return what the plan must know of the samples of some shards, one behind the other."""
+        joint = self._join(source, len(shards))
+        if joint is not None:
+            rows, _ = take_rows(joint.splits, np.asarray(shards))
+            return self._count(take_columns(joint.media, rows), joint.offset[rows], joint.size[rows])
+        indexes = self._open_indexes(source, shards)
+        offset, size = (np.concatenate(parts) for parts in zip(*((i.offset, i.size) for i in indexes), strict=True))
+        return self._count(join_columns([index.media for index in indexes]), offset, size)
+
+    def _open_indexes(self, source: int, shards: Sequence[int]) -> list[ShardIndex]:
+        """Read indexes side by side."""
+        found = {shard: self._indexes[source, shard] for shard in shards if (source, shard) in self._indexes}
+        missing = [(source, shard) for shard in shards if shard not in found]
+        if missing:
             # Threads wait, this one decodes what has come: small steps of many threads get in each other's way.
             with ThreadPoolExecutor(min(_INDEX_THREADS, len(missing))) as pool:
                 for place, data in zip(missing, pool.map(self._fetch_index, missing), strict=True):
-                    self._keep(place, self._open_index(place, data))
-        wanted = list(dict.fromkeys(shards))
-        counted = self._count([self._index(*place) for place in wanted]) if wanted else ()
-        self._counted = dict(zip(wanted, counted, strict=False))
+                    found[place[1]] = self._open_index(place, data)
+                    self._keep(place, found[place[1]])
+        return [found[shard] for shard in shards]
 
-    def _count(self, indexes: Sequence[ShardIndex]) -> Iterator[SampleColumns]:
-        media = join_columns([index.media for index in indexes])
+    def _count(self, media: MediaColumns, offset: Ints, size: Ints) -> SampleColumns:
         counted = count_tokens(media, self._geometry)
         fake = np.where(num_media(media) == 0, self._fake_tokens, 0)  # [n]
-        begin = 0
-        for index in indexes:
-            end = begin + len(index)
-            yield SampleColumns(
-                tokens=counted.tokens[begin:end] + fake[begin:end],
-                vision_tokens=counted.vision_tokens[begin:end] + fake[begin:end],
-                vision_patches=counted.vision_patches[begin:end],
-                vision_squares=counted.vision_squares[begin:end],
-                offset=index.offset,
-                num_bytes=index.size,
-            )
-            begin = end
+        return SampleColumns(
+            tokens=counted.tokens + fake,
+            vision_tokens=counted.vision_tokens + fake,
+            vision_patches=counted.vision_patches,
+            vision_squares=counted.vision_squares,
+            offset=offset,
+            num_bytes=size,
+        )
 
     def span(self, ref: Ref) -> Span:
         """Return where the bytes of a sample lie."""
@@ -171,8 +178,8 @@ class OpenDatasets:
 
     def name(self, ref: Ref) -> tuple[str, str, str]:
         """Return source, shard and key: how people name a sample."""
-        shard = self.manifests[ref.source].shards[ref.shard]
-        return self._sources[ref.source].name, shard.name, self._index(ref.source, ref.shard).key(ref.row)
+        index = self._index(ref.source, ref.shard)
+        return self._sources[ref.source].name, index.path, index.key(ref.row)
 
     def find_key(self, source: int, shard: int, key: str) -> int | None:
         """Return the row of the sample with that key in a shard, if it is there."""
@@ -186,17 +193,15 @@ class OpenDatasets:
             joint = self._joint.get(source)
             index = joint.shard(shard) if joint else self._open_index(place, self._fetch_index(place))
             self._keep(place, index)
-        else:
+        elif len(self._indexes) == self._max_indexes:  # the next one drives out the one that was not used for longest
             self._indexes.move_to_end(place)
         return index
 
-    def _join(self, places: Sequence[tuple[int, int]]) -> None:
-        """Read the joint indexes of sources of which many shards are asked for."""
-        for source, count in Counter(source for source, _ in places).items():
-            manifest = self.manifests[source]
-            num_samples = sum(shard.totals.samples for shard in manifest.shards)
-            if source in self._joint or not manifest.joint_index_sha256 or count * _ROWS_PER_INDEX < num_samples:
-                continue
+    def _join(self, source: int, num_shards: int) -> JointIndex | None:
+        """Return the joint index of a source of which many shards are asked for, or have been."""
+        manifest = self.manifests[source]
+        num_samples = self._num_samples[source]
+        if source not in self._joint and manifest.joint_index_sha256 and num_shards * _ROWS_PER_INDEX >= num_samples:
             try:
                 self._joint[source] = read_joint_index(self._stores[source], manifest)
             except DatasetError as error:
@@ -206,6 +211,7 @@ class OpenDatasets:
                     "write it again with: vlm-stream index",
                     error,
                 )
+        return self._joint.get(source)
 
     def _fetch_index(self, place: tuple[int, int]) -> bytes:
         source, shard = place
@@ -222,6 +228,6 @@ class OpenDatasets:
             self._indexes.popitem(last=False)
 
     def _mean_tokens(self, source: int) -> float:
-        shards = self.manifests[source].shards
-        largest = max(range(len(shards)), key=lambda shard: shards[shard].totals.samples)
+        sizes = self.manifests[source].shards.column("samples")
+        largest = sizes.index(max(sizes))
         return max(float(self(source, largest).tokens.mean()), 1.0)

@@ -6,6 +6,7 @@ order. What is bad becomes a hole and a ledger entry; it never changes which mic
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from vlm_stream.stream.raw import RawRows
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from vlm_stream.plan import Dropped, Ref, Step, Unit
+    from vlm_stream.plan import Dropped, Ref, Step
     from vlm_stream.storage import ReadTotals, Span, SpanReader, SpanResult
     from vlm_stream.stream.datasets import OpenDatasets
     from vlm_stream.stream.rows import RowBuilder
@@ -38,11 +39,6 @@ class MicroBatch:
     rank: int
     replayed: bool = False
     """Looked up by itself, so that nothing is known of what came before: it has no state."""
-
-    @property
-    def units(self) -> tuple[Unit | None, ...]:
-        """Return the rows; None is a filler row."""
-        return self.step.units(self.rank, self.micro)
 
     @property
     def dropped(self) -> tuple[Dropped, ...]:
@@ -86,27 +82,27 @@ class _Planned(NamedTuple):
     """A micro-batch whose bytes are on their way."""
 
     plan: MicroBatch
-    units: tuple[Unit | None, ...]
+    rows: list[tuple[Ref, ...]]
     refs: list[Ref]
+    """Of all rows, each once: a source that is repeated may bring a sample twice."""
 
 
 def deliver(
-    plans: Iterable[MicroBatch], datasets: OpenDatasets, reader: SpanReader, rows: RowBuilder | RawRows
+    plans: Iterable[MicroBatch], datasets: OpenDatasets, reader: SpanReader, builder: RowBuilder | RawRows
 ) -> Iterator[Delivery]:
     """Yield a delivery for every planned micro-batch, while the reader fetches the bytes of those to come."""
-    span_of = datasets.span if rows.pixels else datasets.text_span
+    span_of = datasets.span if builder.pixels else datasets.text_span
 
     def wanted() -> Iterator[tuple[_Planned, list[Span]]]:
         for plan in plans:
-            units = plan.units
-            # A source that is repeated may bring a sample twice.
-            refs = list(dict.fromkeys(ref for unit in units if unit is not None for ref in unit.refs))
-            yield _Planned(plan, units, refs), list(map(span_of, refs))
+            rows = plan.step.refs(plan.rank, plan.micro)
+            refs = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
+            yield _Planned(plan, rows, refs), list(map(span_of, refs))
 
     waited_from = time.perf_counter()
     for planned, results in reader.read_groups(wanted()):
         waited = time.perf_counter() - waited_from
-        delivery = _finish(planned, results, datasets, rows, (waited, reader.metrics))
+        delivery = _finish(planned, results, datasets, builder, (waited, reader.metrics))
         del results  # else its memory could not be used for what comes next
         yield delivery
         del delivery
@@ -117,33 +113,33 @@ def _finish(
     planned: _Planned,
     results: list[SpanResult],
     datasets: OpenDatasets,
-    rows: RowBuilder | RawRows,
+    builder: RowBuilder | RawRows,
     fetched: tuple[float, ReadTotals],
 ) -> Delivery:
     begin = time.perf_counter()
-    plan, units, refs = planned
+    plan, rows, refs = planned
     bad = [_ledger_entry(note.ref, _not_planned(note), datasets) for note in plan.dropped]
     read = dict(zip(refs, results, strict=True))
     encoded_rows: list[list[tuple[Ref, Any]]] = []
-    for unit in units:
+    for row in rows:
         samples = []
-        for ref in unit.refs if unit is not None else ():
+        for ref in row:
             content = read[ref]
             try:
                 if isinstance(content, BadSampleError):
                     raise content
-                samples.append((ref, _encode(ref, content, datasets, rows)))
+                samples.append((ref, _encode(ref, content, datasets, builder)))
             except BadSampleError as error:
                 bad.append(_ledger_entry(ref, error, datasets))
         encoded_rows.append(samples)
     encoded = time.perf_counter()
-    batch, overflowed = rows.collate([[sample for _, sample in row] for row in encoded_rows])
+    batch, overflowed = builder.collate([[sample for _, sample in samples] for samples in encoded_rows])
     bad += [_ledger_entry(encoded_rows[row][position][0], reason, datasets) for row, position, reason in overflowed]
-    if rows.with_refs:
+    if builder.with_refs:
         bad_names = {(line.source, line.shard, line.sample) for line in bad}
-        names = [[datasets.name(ref) for ref, _ in row] for row in encoded_rows]
-        batch["refs"] = [[name for name in row if name not in bad_names] for row in names]
-    num_planned, raw = sum(unit.tokens for unit in units if unit is not None), isinstance(rows, RawRows)
+        names = [[datasets.name(ref) for ref, _ in samples] for samples in encoded_rows]
+        batch["refs"] = [[name for name in row_names if name not in bad_names] for row_names in names]
+    num_planned, raw = plan.step.tokens(plan.rank, plan.micro), isinstance(builder, RawRows)
     return Delivery(
         step=plan.step.index,
         micro=plan.micro,
@@ -153,7 +149,7 @@ def _finish(
         num_samples=len(refs) + len(plan.dropped),
         num_tokens=num_planned if raw else sum(len(sample["input_ids"]) for row in encoded_rows for _, sample in row),
         num_planned_tokens=num_planned,
-        num_rows=len(units),
+        num_rows=len(rows),
         num_slots=ids.numel() if isinstance(ids := batch.get("input_ids"), Tensor) else 0,
         seconds={"fetch": fetched[0], "encode": encoded - begin, "collate": time.perf_counter() - encoded},
         reads=fetched[1],
@@ -161,11 +157,13 @@ def _finish(
     )
 
 
-def _encode(ref: Ref, members: Mapping[str, memoryview], datasets: OpenDatasets, rows: RowBuilder | RawRows) -> Any:
+def _encode(ref: Ref, members: Mapping[str, memoryview], datasets: OpenDatasets, builder: RowBuilder | RawRows) -> Any:
     fields = datasets.manifests[ref.source].fields
-    if isinstance(rows, RawRows):
-        return rows.encode(datasets.name(ref), members, fields)
-    return rows.encode(members, fields) if rows.pixels else rows.encode_text(members, fields, *datasets.contents(ref))
+    if isinstance(builder, RawRows):
+        return builder.encode(datasets.name(ref), members, fields)
+    if builder.pixels:
+        return builder.encode(members, fields)
+    return builder.encode_text(members, fields, *datasets.contents(ref))
 
 
 def _not_planned(note: Dropped) -> BadSampleError:

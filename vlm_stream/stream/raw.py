@@ -5,8 +5,7 @@ The plan, the order, the state and the ledger are those of any other run; only e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vlm_stream.errors import ConfigError
 from vlm_stream.shards import FieldMap, is_text_member, to_conversation
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["RawRows", "RawSample"]
 
 
-@dataclass(frozen=True, slots=True)
-class RawSample:
+class RawSample(NamedTuple):
     """One sample as it lies in its shard, its checksum seen to be right."""
 
     source: str

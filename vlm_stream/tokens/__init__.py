@@ -22,7 +22,7 @@ Files, in the order the data meets them:
     estimate.py     estimates from `mm_inputs_meta`, for in-memory samples
 """
 
-from vlm_stream.tokens.columns import MediaColumns, TokenColumns, cut_columns, join_columns
+from vlm_stream.tokens.columns import MediaColumns, TokenColumns, join_columns, take_columns
 from vlm_stream.tokens.count import FAKE_IMAGE_SIZE, count_tokens, fake_image_tokens
 from vlm_stream.tokens.estimate import (
     estimate_image_tokens,
@@ -53,7 +53,6 @@ __all__ = [
     "count_frames",
     "count_text_tokens",
     "count_tokens",
-    "cut_columns",
     "estimate_image_tokens",
     "estimate_sample_length",
     "estimate_video_tokens",
@@ -68,4 +67,5 @@ __all__ = [
     "probe_geometry",
     "smart_resize_image",
     "smart_resize_video",
+    "take_columns",
 ]

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vlm_stream.ragged import take_rows
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-__all__ = ["MediaColumns", "TokenColumns", "cut_columns", "join_columns"]
+__all__ = ["MediaColumns", "TokenColumns", "join_columns", "take_columns"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,22 +65,21 @@ class TokenColumns:
     """[n] Sum over images and frames of patches squared: what full attention in the vision tower costs."""
 
 
-def cut_columns(columns: MediaColumns, begin: int, end: int) -> MediaColumns:
-    """Return the columns of the samples from `begin` up to `end`."""
-    image, video, audio = (
-        splits[begin : end + 1] for splits in (columns.image_splits, columns.video_splits, columns.audio_splits)
-    )
-    images, videos, audios = (slice(int(splits[0]), int(splits[-1])) for splits in (image, video, audio))
+def take_columns(columns: MediaColumns, rows: npt.NDArray[np.int64]) -> MediaColumns:
+    """Return the columns of some samples, in the order of `rows`."""
+    images, image_splits = take_rows(columns.image_splits, rows)
+    videos, video_splits = take_rows(columns.video_splits, rows)
+    audios, audio_splits = take_rows(columns.audio_splits, rows)
     return MediaColumns(
-        text_tokens=columns.text_tokens[begin:end],
-        image_splits=image - images.start,
+        text_tokens=columns.text_tokens[rows],
+        image_splits=image_splits,
         image_sizes=columns.image_sizes[images],
-        video_splits=video - videos.start,
+        video_splits=video_splits,
         video_sizes=columns.video_sizes[videos],
         video_fps=columns.video_fps[videos],
         video_seconds=columns.video_seconds[videos],
         video_picked=columns.video_picked[videos],
-        audio_splits=audio - audios.start,
+        audio_splits=audio_splits,
         audio_sizes=columns.audio_sizes[audios],
     )
 
