@@ -19,6 +19,7 @@ from vlm_stream.pixels.spec import PIXEL_NAMES, PIXELS_KEY, PartSpec, PixelSpec
 __all__ = ["DEFAULT_DTYPE", "FinishedOnRead", "finish_pixels", "finish_tensor"]
 
 DEFAULT_DTYPE: Final = torch.bfloat16
+_ROWS_IN_CACHE: Final = 512
 
 
 def finish_pixels(
@@ -90,8 +91,14 @@ def finish_tensor(pixels: torch.Tensor, part: PartSpec, dtype: torch.dtype) -> t
         return pixels.to(torch.float32).sub_(mean).div_(std).to(dtype)
     num_rows, width = pixels.shape
     channels = len(part.mean)
-    values = pixels.view(num_rows, channels, 1, width // channels).to(torch.float32).sub_(mean).div_(std).to(dtype)
-    return values.expand(-1, -1, part.repeat, -1).reshape(num_rows, width * part.repeat)
+    values = pixels.view(num_rows, channels, 1, width // channels)
+    out = torch.empty((num_rows, channels, part.repeat, width // channels), dtype=dtype, device=pixels.device)
+    # A portion at a time stays in a processor's cache; other devices would only be asked more often.
+    portion = _ROWS_IN_CACHE if pixels.device.type == "cpu" else max(num_rows, 1)
+    for begin in range(0, num_rows, portion):
+        rows = slice(begin, begin + portion)
+        out[rows] = values[rows].to(torch.float32).sub_(mean).div_(std)
+    return out.view(num_rows, width * part.repeat)
 
 
 @lru_cache(maxsize=64)
