@@ -56,7 +56,30 @@ def test_the_limit_holds_whatever_lengths_come():
     memory = ReusedMemory(1024 * KB)
     for size in (100, 200, 300, 600, 900, 100, 700) * 5:
         memory.take(size * KB)
-        assert sum(len(block) for blocks in memory._blocks.values() for block in blocks) <= 1024 * KB
+        blocks = [block for blocks in memory._blocks.values() for block in blocks]
+        assert sum(len(block.memory) for block in blocks) <= 1024 * KB + 4 * KB * len(blocks)
+
+
+def test_what_came_back_last_is_filled_first():
+    memory = ReusedMemory(4096 * KB)
+    held = [memory.take(100 * KB) for _ in range(4)]
+    newest, oldest = address(held[2]), address(held[1])
+    del held[1:3]
+    again = memory.take(100 * KB)
+    assert address(again) == newest
+    assert address(memory.take(100 * KB)) == oldest
+
+
+@pytest.mark.parametrize("num_held", [1, 40])
+def test_what_is_held_for_long_does_not_keep_others_from_being_used_again(num_held):
+    memory = ReusedMemory(16384 * KB)
+    held = [memory.take(100 * KB) for _ in range(num_held)]
+    for _ in range(20):
+        memory.take(100 * KB)
+    assert sum(map(len, memory._blocks.values())) == num_held + 1
+    del held[0]  # the oldest, behind more that are held than are looked at
+    assert memory.take(100 * KB) is not None
+    assert sum(map(len, memory._blocks.values())) == num_held + 1
 
 
 def test_threads_never_share_a_block():

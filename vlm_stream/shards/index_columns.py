@@ -27,6 +27,7 @@ __all__ = [
     "MEDIA",
     "MEMBER_NAME",
     "PLACE_NAMES",
+    "JointPlaces",
     "SamplePlaces",
     "plan_columns",
     "plan_names",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 MEDIA: Final = ("images", "videos", "audios")
+PLACE_NAMES: Final = ("key", "crc32c", "members")
 MEMBER_NAME: Final = "members.list.element.name"
 """The path of that column in a Parquet file."""
 
@@ -60,15 +62,38 @@ class SamplePlaces:
     names: list[str]
     """What members are called, without the key: few names for many members."""
 
+
+class JointPlaces:
+    """The places of the samples of one or many shards, of which those of any rows can be had."""
+
+    def __init__(self, table: pa.Table, where: str) -> None:
+        """Look at an index, or at its columns `PLACE_NAMES`."""
+        members = _plain(table.column("members"))
+        names = members.values.field("name")
+        with telling(where):
+            self._key_splits, self._key_bytes = _texts(_plain(table.column("key")))
+            self._crc32c = to_numbers(_plain(table.column("crc32c")))
+            self._splits, places = _ragged(members, ("offset", "size"))
+            self._members = (to_numbers(names.indices), places["offset"], places["size"])
+        self._names = list(map(sys.intern, names.dictionary.to_pylist()))
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._crc32c)
+
     def cut(self, begin: int, end: int) -> SamplePlaces:
-        """Return the places of the samples in a range of rows; their members stay where they are."""
+        """Return the places of the samples in a range of rows."""
+        import numpy as np
+
+        splits = self._splits[begin : end + 1]
+        members = slice(int(splits[0]), int(splits[-1]))
         return SamplePlaces(
-            key_splits=self.key_splits[begin : end + 1],
-            key_bytes=self.key_bytes,
-            crc32c=self.crc32c[begin:end],
-            member_splits=self.member_splits[begin : end + 1],
-            members=self.members,
-            names=self.names,
+            key_splits=self._key_splits[begin : end + 1],
+            key_bytes=self._key_bytes,
+            crc32c=self._crc32c[begin:end],
+            member_splits=splits - splits[0],
+            members=np.stack([column[members] for column in self._members], axis=1, dtype=np.int64),
+            names=self._names,
         )
 
 
@@ -145,26 +170,10 @@ def plan_columns(
     return columns, plain["offset"], plain["size"]
 
 
-PLACE_NAMES: Final = ("key", "crc32c", "members")
-
-
 def sample_places(table: pa.Table, where: str) -> SamplePlaces:
     """Return what fetching needs beyond that, of an index or its columns `PLACE_NAMES`."""
-    import numpy as np
-
-    members = _plain(table.column("members"))
-    names = members.values.field("name")
-    with telling(where):
-        splits, places = _ragged(members, ("offset", "size"))
-        key_splits, key_bytes = _texts(_plain(table.column("key")))
-        return SamplePlaces(
-            key_splits=key_splits,
-            key_bytes=key_bytes,
-            crc32c=to_numbers(_plain(table.column("crc32c"))),
-            member_splits=splits,
-            members=np.stack([to_numbers(names.indices), places["offset"], places["size"]], axis=1),
-            names=list(map(sys.intern, names.dictionary.to_pylist())),
-        )
+    places = JointPlaces(table, where)
+    return places.cut(0, len(places))
 
 
 def _plain(column: pa.ChunkedArray) -> pa.Array:

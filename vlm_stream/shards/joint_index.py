@@ -21,7 +21,7 @@ import numpy as np
 
 from vlm_stream.errors import DatasetError, NotFoundError, StorageError
 from vlm_stream.shards.index import ShardIndex, check_index, fetch_index
-from vlm_stream.shards.index_columns import MEDIA, plan_columns, read_table, sample_places, telling
+from vlm_stream.shards.index_columns import MEDIA, JointPlaces, plan_columns, read_table, telling
 from vlm_stream.shards.layout import JOINT_INDEX
 from vlm_stream.shards.schema import index_schema
 from vlm_stream.tokens import take_columns
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-    from vlm_stream.shards.index_columns import SamplePlaces
     from vlm_stream.shards.manifest import Manifest
     from vlm_stream.storage import Store
 
@@ -78,8 +77,8 @@ class JointIndex:
         )
 
     @cached_property
-    def _places(self) -> SamplePlaces:
-        return sample_places(self._table, self._where)
+    def _places(self) -> JointPlaces:
+        return JointPlaces(self._table, self._where)
 
 
 def with_joint_index(store: Store, manifest: Manifest) -> Manifest:
@@ -143,9 +142,9 @@ def _read(store: Store, manifest: Manifest) -> pa.Table:
     where = f"{store.root}/{JOINT_INDEX}"
     data = _fetch(store, manifest)
     with telling(where):
-        # One thread: a run may fork behind it.
-        options = pa.ipc.IpcReadOptions(use_threads=False)
-        table = pa.ipc.open_stream(pa.BufferReader(data), options=options).read_all()
+        # One thread: a run may fork behind it. Arrow's own allocator asks for huge pages, which take long to find.
+        options, pool = pa.ipc.IpcReadOptions(use_threads=False), pa.system_memory_pool()
+        table = pa.ipc.open_stream(pa.BufferReader(data), options=options, memory_pool=pool).read_all()
     if not table.schema.equals(index_schema()):
         raise DatasetError(f"{where} has other columns than an index of this format.")
     return table

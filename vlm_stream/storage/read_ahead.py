@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["ReadAhead", "SpanResult"]
 
 T = TypeVar("T")
-_FIRST_SAMPLES = 32
+_FIRST_SAMPLES = 16
 _GROWTH = 4
 SpanResult = Union["Mapping[str, memoryview]", BadSampleError]
 
@@ -89,6 +89,7 @@ class ReadAhead(Generic[T]):
         self._num_ahead = 0
         self._max_samples = _FIRST_SAMPLES // _GROWTH
         self._exhausted = False
+        self._in_memory = False
         self._waited_s = 0.0
 
     def next_group(self) -> tuple[T, list[SpanResult]] | None:
@@ -101,12 +102,7 @@ class ReadAhead(Generic[T]):
         self._waited_s = 0.0
         results, num_bytes = [], 0
         for _ in range(num_spans):
-            # At half, so that requests are planned and merged many at a time.
-            while (
-                not self._exhausted
-                and self._num_ahead <= self._options.prefetch_bytes // 2
-                and len(self._queue) <= self._max_samples // 2
-            ):
+            while not self._exhausted and self._is_low():
                 self._refill()
             waiting = self._queue.popleft()
             num_bytes += waiting.span.size
@@ -138,6 +134,12 @@ class ReadAhead(Generic[T]):
             self._groups.append((tag, len(spans)))
             yield from spans
 
+    def _is_low(self) -> bool:
+        if not self._queue or self._in_memory:  # what lies in memory is not under way: to ask early gains nothing
+            return not self._queue
+        # At half, so that requests are planned and merged many at a time.
+        return self._num_ahead <= self._options.prefetch_bytes // 2 and len(self._queue) <= self._max_samples // 2
+
     def _refill(self) -> None:
         """Pull spans until they hold what may still be read ahead, at least one, and start their requests."""
         self._max_samples = min(_GROWTH * self._max_samples, self._options.prefetch_samples)
@@ -149,11 +151,13 @@ class ReadAhead(Generic[T]):
             if num_bytes <= 0:
                 break
         self._exhausted = not batch
+        self._in_memory = True
         engine = self._engine()
         spans = [waiting.span for waiting in batch]
         for request in plan_requests(spans, self._options, engine.run_limits({span.root for span in spans})):
             users = [batch[position] for position in request.spans]
             flight = _Flight(request, engine.submit(request), users)
+            self._in_memory &= flight.future is None
             for waiting in users:
                 waiting.flights.append(flight)
             self._num_ahead += request.size
