@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vlm_stream.errors import DatasetError, NotFoundError
 from vlm_stream.shards.columns import to_array
 from vlm_stream.shards.index_columns import (
     MEDIA,
     MEMBER_NAME,
     PLACE_NAMES,
-    plan_columns,
+    PlanColumns,
     plan_names,
     read_table,
     sample_places,
@@ -34,7 +36,6 @@ from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    import numpy as np
     import numpy.typing as npt
     import pyarrow as pa
 
@@ -155,8 +156,6 @@ class ShardIndex:
 
     def totals(self, num_bytes: int) -> Totals:
         """Add the samples up, for the manifest's entry of a tar of `num_bytes`."""
-        import numpy as np
-
         media = self.media
         per_sample = np.diff(media.image_splits) + np.diff(media.video_splits) + np.diff(media.audio_splits)  # [n]
         rates = media.audio_sizes[:, 1]
@@ -209,11 +208,12 @@ def recounted_index(data: bytes, text_tokens: Sequence[int]) -> bytes:
 
 def decode_index(data: bytes, *, where: str = "index", media: Collection[str] = MEDIA) -> ShardIndex:
     """Read the Parquet bytes of an index; `media` are the kinds that the shard has, where that is known."""
-    columns, offset, size = plan_columns(read_table(data, where, plan_names(media)), where, media)
+    columns = PlanColumns(read_table(data, where, plan_names(media)), where, media)
+    taken = columns.take(np.arange(len(columns)))
     return ShardIndex(
-        load_media=lambda: columns,
-        offset=offset,
-        size=size,
+        load_media=lambda: taken,
+        offset=columns.offset,
+        size=columns.size,
         load_places=lambda: sample_places(read_table(data, where, PLACE_NAMES), where),
     )
 

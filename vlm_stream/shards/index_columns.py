@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from vlm_stream.errors import DatasetError
+from vlm_stream.ragged import take_rows
 from vlm_stream.shards.columns import to_array, to_numbers
 from vlm_stream.shards.schema import index_schema
 from vlm_stream.tokens import MediaColumns
@@ -19,7 +22,6 @@ from vlm_stream.tokens import MediaColumns
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    import numpy as np
     import numpy.typing as npt
     import pyarrow as pa
 
@@ -28,8 +30,8 @@ __all__ = [
     "MEMBER_NAME",
     "PLACE_NAMES",
     "JointPlaces",
+    "PlanColumns",
     "SamplePlaces",
-    "plan_columns",
     "plan_names",
     "read_table",
     "sample_places",
@@ -83,15 +85,13 @@ class JointPlaces:
 
     def cut(self, begin: int, end: int) -> SamplePlaces:
         """Return the places of the samples in a range of rows."""
-        import numpy as np
-
         splits = self._splits[begin : end + 1]
         members = slice(int(splits[0]), int(splits[-1]))
         return SamplePlaces(
             key_splits=self._key_splits[begin : end + 1],
             key_bytes=self._key_bytes,
             crc32c=self._crc32c[begin:end],
-            member_splits=splits - splits[0],
+            member_splits=(splits - splits[0]).astype(np.int64),
             members=np.stack([column[members] for column in self._members], axis=1, dtype=np.int64),
             names=self._names,
         )
@@ -129,45 +129,63 @@ def telling(where: str) -> Iterator[None]:
 
 
 def plan_names(media: Collection[str]) -> tuple[str, ...]:
-    """Return the columns that `plan_columns` looks at, in the order of the schema."""
+    """Return the columns that `PlanColumns` looks at, in the order of the schema."""
     return ("offset", "size", "text_tokens", *(kind for kind in MEDIA if kind in media))
 
 
-def plan_columns(
-    table: pa.Table, where: str, media: Collection[str] = MEDIA
-) -> tuple[MediaColumns, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return what plans need: counts and sizes, [n] where each sample begins, [n] its bytes.
+class PlanColumns:
+    """What plans need of the samples of some shards: as it lies in the table, and copied for those that are taken."""
 
-    Args:
-        table: The index, or its columns `plan_names(media)`.
-        where: What messages call it.
-        media: Kinds of media that the shard has; the columns of others are not looked at.
-    """
-    import numpy as np
+    def __init__(self, table: pa.Table, where: str, media: Collection[str] = MEDIA) -> None:
+        """Look at an index, or at its columns `plan_names(media)`.
 
-    def ragged(kind: str, fields: Sequence[str]) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
-        if kind in media:
-            return _ragged(_plain(table.column(kind)), fields)
-        return np.zeros(table.num_rows + 1, dtype=np.int64), dict.fromkeys(fields, np.zeros(0, dtype=np.int64))
+        Args:
+            table: The index.
+            where: What messages call it.
+            media: Kinds of media that the shards have; the columns of others are not looked at.
+        """
 
-    with telling(where):
-        image_splits, images = ragged("images", ("height", "width"))
-        video_splits, videos = ragged("videos", ("frames", "height", "width", "fps", "seconds", "picked"))
-        audio_splits, audios = ragged("audios", ("samples", "rate"))
-        plain = {name: to_numbers(_plain(table.column(name))) for name in ("offset", "size", "text_tokens")}
-    columns = MediaColumns(
-        text_tokens=plain["text_tokens"].astype(np.int64),
-        image_splits=image_splits,
-        image_sizes=_stack(images, ("height", "width")),
-        video_splits=video_splits,
-        video_sizes=_stack(videos, ("frames", "height", "width")),
-        video_fps=videos["fps"].astype(np.float64),
-        video_seconds=videos["seconds"].astype(np.float64),
-        video_picked=videos["picked"].astype(np.int64),
-        audio_splits=audio_splits,
-        audio_sizes=_stack(audios, ("samples", "rate")),
-    )
-    return columns, plain["offset"], plain["size"]
+        def ragged(kind: str, fields: Sequence[str]) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
+            if kind in media:
+                return _ragged(_plain(table.column(kind)), fields)
+            return np.zeros(table.num_rows + 1, dtype=np.int64), dict.fromkeys(fields, np.zeros(0, dtype=np.int64))
+
+        with telling(where):
+            self._images = ragged("images", ("height", "width"))
+            self._videos = ragged("videos", ("frames", "height", "width", "fps", "seconds", "picked"))
+            self._audios = ragged("audios", ("samples", "rate"))
+            self.offset, self.size, self._tokens = (
+                to_numbers(_plain(table.column(name))) for name in ("offset", "size", "text_tokens")
+            )
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.offset)
+
+    def take(self, rows: npt.NDArray[np.int64]) -> MediaColumns:
+        """Return text counts and media sizes of some samples, in the order of `rows`."""
+        image_splits, images = _take(self._images, rows)
+        video_splits, videos = _take(self._videos, rows)
+        audio_splits, audios = _take(self._audios, rows)
+        return MediaColumns(
+            text_tokens=self._tokens[rows].astype(np.int64),
+            image_splits=image_splits,
+            image_sizes=_stack(images, ("height", "width")),
+            video_splits=video_splits,
+            video_sizes=_stack(videos, ("frames", "height", "width")),
+            video_fps=videos["fps"].astype(np.float64),
+            video_seconds=videos["seconds"].astype(np.float64),
+            video_picked=videos["picked"].astype(np.int64),
+            audio_splits=audio_splits,
+            audio_sizes=_stack(audios, ("samples", "rate")),
+        )
+
+
+def _take(
+    ragged: tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]], rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
+    entries, splits = take_rows(ragged[0], rows)
+    return splits, {name: column[entries] for name, column in ragged[1].items()}
 
 
 def sample_places(table: pa.Table, where: str) -> SamplePlaces:
@@ -184,17 +202,14 @@ def _plain(column: pa.ChunkedArray) -> pa.Array:
     return pa.concat_arrays(column.chunks) if column.num_chunks else to_array([], column.type)
 
 
-def _ragged(array: pa.ListArray, names: Sequence[str]) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
+def _ragged(array: pa.ListArray, names: Sequence[str]) -> tuple[npt.NDArray[np.int32], dict[str, npt.NDArray[Any]]]:
     """Return [n + 1] where each row's entries begin, and the entries field by field."""
-    import numpy as np
-
     entries = array.values
-    return to_numbers(array.offsets).astype(np.int64), {name: to_numbers(entries.field(name)) for name in names}
+    return to_numbers(array.offsets), {name: to_numbers(entries.field(name)) for name in names}
 
 
 def _texts(array: pa.StringArray) -> tuple[npt.NDArray[np.int32], memoryview]:
     """Return [n + 1] where each text begins, and all of them: a text of Arrow's own takes twice as long to look at."""
-    import numpy as np
     import pyarrow as pa
 
     if array.null_count:
@@ -206,6 +221,4 @@ def _texts(array: pa.StringArray) -> tuple[npt.NDArray[np.int32], memoryview]:
 
 
 def _stack(fields: dict[str, npt.NDArray[Any]], names: Sequence[str]) -> npt.NDArray[np.int64]:
-    import numpy as np
-
     return np.stack([fields[name].astype(np.int64) for name in names], axis=1)

@@ -21,10 +21,9 @@ import numpy as np
 
 from vlm_stream.errors import DatasetError, NotFoundError, StorageError
 from vlm_stream.shards.index import ShardIndex, check_index, fetch_index
-from vlm_stream.shards.index_columns import MEDIA, JointPlaces, plan_columns, read_table, telling
+from vlm_stream.shards.index_columns import MEDIA, JointPlaces, PlanColumns, read_table, telling
 from vlm_stream.shards.layout import JOINT_INDEX
 from vlm_stream.shards.schema import index_schema
-from vlm_stream.tokens import take_columns
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -57,18 +56,18 @@ class JointIndex:
         self.splits: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         """[shards + 1] Shard s owns the rows `splits[s]:splits[s + 1]` of the columns."""
         kinds = [kind for kind in MEDIA if any(manifest.shards.column(kind))]
-        self.media, self.offset, self.size = plan_columns(table, self._where, kinds)
-        if len(self.offset) != self.splits[-1]:
-            raise DatasetError(f"{self._where} has {len(self.offset)} samples, the manifest says {self.splits[-1]}.")
+        self.columns = PlanColumns(table, self._where, kinds)
+        if len(self.columns) != self.splits[-1]:
+            raise DatasetError(f"{self._where} has {len(self.columns)} samples, the manifest says {self.splits[-1]}.")
 
     def shard(self, number: int) -> ShardIndex:
         """Return the index of one shard."""
         path, num_bytes, etag = (self._shards.column(name)[number] for name in ("name", "bytes", "etag"))
         begin, end = self.splits[number : number + 2].tolist()
         return ShardIndex(
-            load_media=lambda: take_columns(self.media, np.arange(begin, end)),
-            offset=self.offset[begin:end],
-            size=self.size[begin:end],
+            load_media=lambda: self.columns.take(np.arange(begin, end)),
+            offset=self.columns.offset[begin:end],
+            size=self.columns.size[begin:end],
             load_places=lambda: self._places.cut(begin, end),
             root=self._root,
             path=path,

@@ -20,7 +20,7 @@ from vlm_stream.ragged import take_rows
 from vlm_stream.shards import fetch_index, load_manifest, open_index, read_joint_index, template_digest
 from vlm_stream.storage import open_store
 from vlm_stream.stream.counting import num_media
-from vlm_stream.tokens import count_tokens, join_columns, take_columns
+from vlm_stream.tokens import count_tokens, join_columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,7 +133,8 @@ class OpenDatasets:
         joint = self._join(source, len(shards))
         if joint is not None:
             rows, _ = take_rows(joint.splits, np.asarray(shards))
-            return self._count(take_columns(joint.media, rows), joint.offset[rows], joint.size[rows])
+            columns = joint.columns
+            return self._count(columns.take(rows), columns.offset[rows], columns.size[rows])
         indexes = self._open_indexes(source, shards)
         offset, size = (np.concatenate(parts) for parts in zip(*((i.offset, i.size) for i in indexes), strict=True))
         return self._count(join_columns([index.media for index in indexes]), offset, size)

@@ -22,7 +22,7 @@ Files, in the order the data meets them:
     estimate.py     estimates from `mm_inputs_meta`, for in-memory samples
 """
 
-from vlm_stream.tokens.columns import MediaColumns, TokenColumns, join_columns, take_columns
+from vlm_stream.tokens.columns import MediaColumns, TokenColumns, join_columns
 from vlm_stream.tokens.count import FAKE_IMAGE_SIZE, count_tokens, fake_image_tokens
 from vlm_stream.tokens.estimate import (
     estimate_image_tokens,
@@ -67,5 +67,4 @@ __all__ = [
     "probe_geometry",
     "smart_resize_image",
     "smart_resize_video",
-    "take_columns",
 ]

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_stream.ragged import take_rows
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-__all__ = ["MediaColumns", "TokenColumns", "join_columns", "take_columns"]
+__all__ = ["MediaColumns", "TokenColumns", "join_columns"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,25 +61,6 @@ class TokenColumns:
     """[n] Patches that enter the vision tower."""
     vision_squares: npt.NDArray[np.float64]
     """[n] Sum over images and frames of patches squared: what full attention in the vision tower costs."""
-
-
-def take_columns(columns: MediaColumns, rows: npt.NDArray[np.int64]) -> MediaColumns:
-    """Return the columns of some samples, in the order of `rows`."""
-    images, image_splits = take_rows(columns.image_splits, rows)
-    videos, video_splits = take_rows(columns.video_splits, rows)
-    audios, audio_splits = take_rows(columns.audio_splits, rows)
-    return MediaColumns(
-        text_tokens=columns.text_tokens[rows],
-        image_splits=image_splits,
-        image_sizes=columns.image_sizes[images],
-        video_splits=video_splits,
-        video_sizes=columns.video_sizes[videos],
-        video_fps=columns.video_fps[videos],
-        video_seconds=columns.video_seconds[videos],
-        video_picked=columns.video_picked[videos],
-        audio_splits=audio_splits,
-        audio_sizes=columns.audio_sizes[audios],
-    )
 
 
 def join_columns(parts: Sequence[MediaColumns]) -> MediaColumns:
