@@ -107,10 +107,10 @@ def test_what_was_read_is_let_go_of_without_the_collector(local_shards):
         with SpanReader(ReadOptions(prefetch_samples=16)) as reader:
             stream = reader.read_groups((None, local_shards.spans[begin : begin + 4]) for begin in range(0, 40, 4))
             next(stream)
-            assert any(isinstance(one, _Waiting) for one in gc.get_objects())
+            assert any(type(one) is _Waiting for one in gc.get_objects())
             stream.close()
         del stream
-        assert not [one for one in gc.get_objects() if isinstance(one, (_Waiting, _Flight))]
+        assert not [one for one in gc.get_objects() if type(one) in (_Waiting, _Flight)]
     finally:
         gc.enable()
 
