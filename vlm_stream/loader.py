@@ -136,6 +136,7 @@ class StreamLoader:
                 begin = time.monotonic()
         finally:
             deliveries.close()  # type: ignore[attr-defined]  # a generator: it ends the workers
+            self._position = self._taken = self._position.written()
         self._rounds += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 __all__ = ["EXPLANATIONS", "README_ROWS"]
 
 EXPLANATIONS = [
-    "- **1, bytes from disk.** LitData wins: it maps its files and hands out slices, checks nothing and plans little."
-    " We read (a mapped file that is cut short while it is used kills the process, and shards are what people "
-    "overwrite), check a crc32c of every sample and cut it into members: two fifths of our time are the bytes, the "
-    "rest is spread over the steps from a plan to a sample. WebDataset and Energon parse tar headers for every member; "
-    "HF decodes parquet pages.",
+    "- **1, bytes from disk.** LitData maps its files, copies samples out of the map into fresh memory and checks "
+    "nothing. We read (a mapped file that is cut short while it is used kills the process, and shards are what people "
+    "overwrite) into a few blocks that stay in the processor's cache, and check a crc32c of every sample: three fifths "
+    "of our time are the bytes, the rest are the steps from a plan to a sample. The two lie within a machine's noise "
+    "of each other, now one ahead, now the other. WebDataset and Energon parse tar headers for every member; HF "
+    "decodes parquet pages.",
     "- **2, bytes from S3.** Neighbours are read by one request each way up to 16 MB, many at a time, and only what "
     "is wanted. WebDataset starts a command for each shard; MosaicML Streaming and LitData download whole shards "
     "first.",
@@ -27,9 +28,9 @@ EXPLANATIONS = [
     "Streaming and LitData (without packing) are exact too. Energon restores its buffers by reading them again and "
     "takes another world's state in silence; HF loses what its shuffle buffer held.",
     "- **7, state.** JSON of a position; MosaicML Streaming's is smaller still.",
-    "- **8, start.** LitData wins, and with many shards WebDataset too: they open one file, and mix what they find in "
-    "it. Our shuffle mixes 256 shards from the first batch on; their indexes come in one file, and what is left is to "
-    "read the manifest, to decode and to plan.",
+    "- **8, start.** LitData wins: it opens one file, and mixes what it finds in it. Our shuffle mixes 256 shards from "
+    "the first batch on, and opens the sixteen that the batch comes from; manifest and indexes are two files, decoded "
+    "column by column, and half of the time goes into touching the memory that holds them.",
     "- **9, memory.** Shuffling is arithmetic on positions here, and in MosaicML Streaming and LitData; the others "
     "hold the shuffled samples' bytes.",
     "- **10, damage.** Checksums of every sample in the index: one sample is left out and named. Without them a "

@@ -192,8 +192,10 @@ def test_one_shard_and_many_samples_get_none(toy_meta, tmp_path, monkeypatch):
 
 
 def test_overwriting_removes_it(dataset, toy_meta):
+    (dataset / "dataset.indexes.parquet").write_bytes(b"of the first format")
     make_shards(toy_meta, dataset, samples_per_shard=1000, overwrite=True)
     assert not (dataset / JOINT).exists()
+    assert not (dataset / "dataset.indexes.parquet").exists()
     assert verify_dataset(str(dataset)).problems == ()
 
 

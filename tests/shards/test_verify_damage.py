@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from vlm_stream.errors import DatasetError
-from vlm_stream.shards import load_manifest, read_index, verify_dataset
+from vlm_stream.shards import load_manifest, make_shards, read_index, verify_dataset
 from vlm_stream.shards.index import decode_index, recounted_index
 from vlm_stream.shards.layout import index_name
 from vlm_stream.storage import open_store
@@ -166,7 +166,7 @@ def test_rows_that_do_not_fit_the_conversation(dataset: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda data: data | {"version": 99}, "has format version 99, this release reads version 2"),
+        (lambda data: data | {"version": 99}, "has format version 99, this release reads versions up to 2"),
         (lambda data: data | {"format": "other"}, "is not a manifest of this package"),
         (
             lambda data: data | {"shards": {k: v[:2] for k, v in data["shards"].items()}},
@@ -223,6 +223,28 @@ def test_manifests_of_the_first_format_are_read(dataset: Path) -> None:
     path.write_text(json.dumps(data | {"version": 1, "shards": shards}))
     with pytest.raises(DatasetError, match="lacks or misnames a field"):
         load_manifest(open_store(str(dataset)))
+
+
+def test_an_index_in_several_row_groups_says_the_same(dataset: Path) -> None:
+    """Other writers cut them so, and each has a dictionary of its own."""
+    import pyarrow.parquet as pq
+
+    path = dataset / "shard-000000.index.parquet"
+    whole = decode_index(path.read_bytes())
+    pq.write_table(pq.read_table(path), path, row_group_size=7)
+    cut = decode_index(path.read_bytes())
+    assert pq.ParquetFile(path).num_row_groups > 1
+    assert [cut.span(row) for row in range(len(cut))] == [whole.span(row) for row in range(len(whole))]
+    assert (cut.keys, cut.totals(0)) == (whole.keys, whole.totals(0))
+
+
+def test_a_finished_conversion_of_the_first_format_is_finished(toy_meta: Path, tmp_path: Path) -> None:
+    made = make_shards(toy_meta, tmp_path / "out", samples_per_shard=50)
+    path = tmp_path / "out" / "dataset.json"
+    data = json.loads(path.read_text())
+    shards = [asdict(shard) for shard in load_manifest(open_store(str(tmp_path / "out"))).shards]
+    path.write_text(json.dumps(data | {"version": 1, "shards": shards}))
+    assert make_shards(toy_meta, tmp_path / "out", samples_per_shard=50, resume=True).digest == made.digest
 
 
 def test_index_survives_its_bytes(dataset: Path) -> None:

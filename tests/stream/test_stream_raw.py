@@ -5,10 +5,11 @@ import shutil
 import tarfile
 
 import pytest
+from torch.utils.data import DataLoader
 
 from vlm_stream import StreamLoader
 from vlm_stream.errors import ConfigError
-from vlm_stream.stream import RawSample
+from vlm_stream.stream import RawSample, StreamOptions, VLMStream
 
 
 def tar_contents(shards):
@@ -112,3 +113,18 @@ def test_a_collate_fn_must_return_a_dict(toy_shards):
     loader = StreamLoader(toy_shards, processor=None, mode="plain", batch_size=4, collate_fn=lambda rows, _: rows)
     with pytest.raises(ConfigError, match="collate_fn returned list, but a batch is a dict"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_torchs_loader_leaves_samples_as_they_are(toy_shards, num_workers):
+    """It takes tuples and views apart that it finds in a batch."""
+    stream = VLMStream(
+        str(toy_shards), processor=None, options=StreamOptions(mode="plain", batch_size=4, shuffle=False)
+    )
+    expected = next(iter(StreamLoader(toy_shards, processor=None, mode="plain", batch_size=4, shuffle=False)))[
+        "samples"
+    ]
+    found = next(iter(DataLoader(stream, batch_size=None, num_workers=num_workers)))["samples"]
+    for one, other in zip(found, expected, strict=True):
+        assert isinstance(one, RawSample)
+        assert {name: bytes(content) for name, content in one.members.items()} == dict(other.members)

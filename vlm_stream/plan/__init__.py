@@ -4,10 +4,11 @@ Enters: shard sizes, index columns on demand, a frozen config, the shape of a st
 reports, answers to "where is this sample". It must not know files, tensors, clocks or processes; numpy is all it
 imports.
 
-In the order in which data meets them: `values` (the seam), `randomness`, `order` (one source's permutation), `samples`
-(its columns), `mixture` (which source next), `fit`, `pack`, `group`, `units` (a window's samples -> units), `costs`,
-`model_costs`, `window` (the unit stream), `queue` (units not yet dealt), `balance` and `deal` (who gets which),
-`steps`, `state` and `check` (resuming), `config`, `planner`; then `report` (`lower_bound`, `requests`) and `query`.
+In the order in which data meets them: `values` (the seam), `randomness`, `order` (one source's permutation),
+`live_columns` and `samples` (its columns), `mixture` (which source next), `fit`, `pack`, `group`, `units` (a window's
+samples -> units), `costs`, `model_costs`, `window` (the unit stream), `queue` (units not yet dealt), `balance` and
+`deal` (who gets which), `steps`, `state` and `check` (resuming), `config`, `planner`; then `report` (`lower_bound`,
+`requests`) and `query`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Ref(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleColumns:
-    """What the plan must know of one shard's n samples."""
+    """What the plan must know of n samples, of one shard or of several one behind the other."""
 
     tokens: npt.NDArray[np.int64]
     """[n] Length in tokens, media included."""

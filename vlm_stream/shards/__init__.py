@@ -6,8 +6,8 @@ sample.
 
 In the order in which the data meets the files: `options`, `order` and `sizing` (which record goes where), `job` (what a
 restart must know), `engines/`, `shard_task` (one shard), `media_bytes`, `sample`, `counting`, `tar`, `writer`, `rows`,
-`schema`, `columns`, `index_columns`, `index`, `joint_index`, `flush`, `manifest`, `layout`, `convert` (the whole);
-`fields`, `foreign` (tars made elsewhere); `verify`, `recount`, `stats`.
+`schema`, `columns`, `index_columns`, `index`, `joint_index`, `flush`, `shard_list`, `manifest`, `layout`,
+`convert` (the whole); `fields`, `foreign` (tars made elsewhere); `verify`, `recount`, `stats`.
 """
 
 from __future__ import annotations

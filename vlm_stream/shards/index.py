@@ -192,7 +192,13 @@ def write_table(table: pa.Table) -> bytes:
 
     sink = pa.BufferOutputStream()
     pq.write_table(
-        table, sink, compression="zstd", use_dictionary=[MEMBER_NAME], write_statistics=False, store_schema=False
+        table,
+        sink,
+        row_group_size=max(table.num_rows, 1),
+        compression="zstd",
+        use_dictionary=[MEMBER_NAME],
+        write_statistics=False,
+        store_schema=False,
     )
     return bytes(sink.getvalue())
 

@@ -109,8 +109,11 @@ def read_table(data: bytes, where: str, names: tuple[str, ...] | None = None) ->
     schema = index_schema(names)
     with telling(where):
         file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=[MEMBER_NAME])
-        # One thread: an index is small, and hundreds are read side by side already.
-        table = file.read(columns=schema.names, use_threads=False)
+        # One thread: an index is small, and hundreds are read side by side already. Group by group: Arrow cannot join
+        # nested dictionaries while it reads.
+        groups = range(file.num_row_groups)
+        parts = [file.read_row_group(group, columns=schema.names, use_threads=False) for group in groups]
+        table = pa.concat_tables(parts) if parts else file.read(columns=schema.names, use_threads=False)
         return table if table.schema.equals(schema) else table.select(schema.names).cast(schema)
 
 

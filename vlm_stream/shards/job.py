@@ -18,6 +18,7 @@ import numpy as np
 from vlm_stream.conversation import MEDIA_TYPES
 from vlm_stream.errors import BadSampleError, ConfigError, NotFoundError, StorageError
 from vlm_stream.shards.layout import (
+    FIRST_JOINT_INDEX,
     JOB_FILE,
     JOB_FOLDER,
     JOINT_INDEX,
@@ -27,7 +28,6 @@ from vlm_stream.shards.layout import (
     part_name,
     shard_name,
 )
-from vlm_stream.shards.manifest import FORMAT_VERSION
 from vlm_stream.shards.shard_task import ShardPart
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["Job", "clear_target", "find_parts", "job_parameters", "load_job", "remove_job", "save_job"]
 
 _NUM_PROBES: Final = 64
+_SHARD_FORMAT: Final = 1
+"""Of tars and their indexes; what a manifest looks like does not keep a conversion from going on."""
 _NUM_THREADS: Final = 16
 
 
@@ -67,7 +69,7 @@ class Job:
 def job_parameters(source: RecordSource, options: ShardOptions, tokens: TokenCounting) -> dict[str, Any]:
     """Return everything that the bytes of the shards depend on, as JSON values."""
     return {
-        "format": FORMAT_VERSION,
+        "format": _SHARD_FORMAT,
         "records": len(source),
         "input": _probe_digest(source),
         "processor": tokens.processor_class,
@@ -175,7 +177,7 @@ def clear_target(store: Store) -> None:
     ours = [
         info.path
         for info in store.list()
-        if info.path in (MANIFEST, LEDGER, JOINT_INDEX)
+        if info.path in (MANIFEST, LEDGER, JOINT_INDEX, FIRST_JOINT_INDEX)
         or info.path.startswith(f"{JOB_FOLDER}/")
         or (info.path.startswith("shard-") and info.path.endswith((".tar", ".index.parquet")))
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 __all__ = [
+    "FIRST_JOINT_INDEX",
     "JOB_FILE",
     "JOB_FOLDER",
     "JOINT_INDEX",
@@ -24,6 +25,8 @@ MANIFEST: Final = "dataset.json"
 LEDGER: Final = "ledger.jsonl"
 JOINT_INDEX: Final = "dataset.indexes.arrow"
 """The indexes of all shards in one, where the dataset is small; no tar's own index can be called so."""
+FIRST_JOINT_INDEX: Final = "dataset.indexes.parquet"
+"""What it was called in the first format: not read, but removed with the dataset."""
 JOB_FOLDER: Final = ".job"
 """What an unfinished conversion remembers; gone once the manifest is written."""
 JOB_FILE: Final = f"{JOB_FOLDER}/job.json"

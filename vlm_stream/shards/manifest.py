@@ -139,7 +139,7 @@ def _parse(text: str | bytes, where: str) -> dict[str, Any]:
         _from_rows(data)
     elif version != FORMAT_VERSION:
         raise DatasetError(
-            f"{where} has format version {version}, this release reads version {FORMAT_VERSION}: "
+            f"{where} has format version {version}, this release reads versions up to {FORMAT_VERSION}: "
             f"it cannot be read safely. Install the release that wrote it, or a newer one."
         )
     for name in ("format", "totals"):

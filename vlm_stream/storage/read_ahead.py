@@ -89,7 +89,7 @@ class ReadAhead(Generic[T]):
         self._num_ahead = 0
         self._max_samples = _FIRST_SAMPLES // _GROWTH
         self._exhausted = False
-        self._in_memory = False
+        self._in_memory = True
         self._waited_s = 0.0
 
     def next_group(self) -> tuple[T, list[SpanResult]] | None:
@@ -135,7 +135,7 @@ class ReadAhead(Generic[T]):
             yield from spans
 
     def _is_low(self) -> bool:
-        if not self._queue or self._in_memory:  # what lies in memory is not under way: to ask early gains nothing
+        if not self._queue or self._in_memory:  # nothing had to travel so far: to ask early would gain nothing
             return not self._queue
         # At half, so that requests are planned and merged many at a time.
         return self._num_ahead <= self._options.prefetch_bytes // 2 and len(self._queue) <= self._max_samples // 2
@@ -151,7 +151,6 @@ class ReadAhead(Generic[T]):
             if num_bytes <= 0:
                 break
         self._exhausted = not batch
-        self._in_memory = True
         engine = self._engine()
         spans = [waiting.span for waiting in batch]
         for request in plan_requests(spans, self._options, engine.run_limits({span.root for span in spans})):
@@ -169,8 +168,8 @@ class ReadAhead(Generic[T]):
             waiting.land(self._join(waiting))
             return
         (flight,) = waiting.flights
-        fetched = self._fetch(flight)
         users, flight.users = flight.users, []  # which know the flight: a circle would keep their memory
+        fetched = self._fetch(flight)
         if isinstance(fetched, BadSampleError):
             for user in users:
                 user.land(fetched)

@@ -67,9 +67,12 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         worker = get_worker_info()
         num_workers, first = (worker.num_workers, worker.id) if worker else (1, 0)
         first = first if self._skip is None else self._skip
-        for delivery in self.deliveries(self._position.state(), first, num_workers):
-            self._position, self._skip = delivery.behind, num_workers - 1
-            yield delivery.batch
+        try:
+            for delivery in self.deliveries(self._position.state(), first, num_workers):
+                self._position, self._skip = delivery.behind, num_workers - 1
+                yield delivery.batch
+        finally:
+            self._position = self._position.written()
         self._position, self._skip = Position.at(None), None
 
     def deliveries(self, cursor: dict[str, Any] | None = None, first: int = 0, stride: int = 1) -> Iterator[Delivery]:

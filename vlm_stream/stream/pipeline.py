@@ -125,9 +125,10 @@ def _finish(
         samples = []
         for ref in row:
             content = read[ref]
+            if isinstance(content, BadSampleError):  # not raised: its traceback would keep the batch
+                bad.append(_ledger_entry(ref, content, datasets))
+                continue
             try:
-                if isinstance(content, BadSampleError):
-                    raise content
                 samples.append((ref, _encode(ref, content, datasets, builder)))
             except BadSampleError as error:
                 bad.append(_ledger_entry(ref, error, datasets))

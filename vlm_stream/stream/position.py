@@ -31,5 +31,9 @@ class Position:
         """Return the cursor."""
         return self._write()
 
+    def written(self) -> Position:
+        """Return the same place with its cursor written, which keeps nothing of the run alive."""
+        return Position.at(self.state())
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Position.at, (self.state(),)
