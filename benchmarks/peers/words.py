@@ -26,8 +26,8 @@ EXPLANATIONS = [
     "every rank what its shards hold.",
     "- **6, resume.** A position in a plan, so nothing is read twice and any number of ranks can go on. MosaicML "
     "Streaming and LitData (without packing) are exact too. Energon restores its buffers by reading them again and "
-    "takes another world's state in silence; HF loses what its shuffle buffer held. Bytes are counted, not samples: the "
-    "few that show for us are gaps between neighbours that were read by one request.",
+    "takes another world's state in silence; HF loses what its shuffle buffer held. Bytes are counted, not samples: "
+    "the few that show for us are gaps between neighbours that were read by one request.",
     "- **7, state.** JSON of a position; MosaicML Streaming's is smaller still.",
     "- **8, start.** LitData wins: it opens one file, and mixes what it finds in it. Our shuffle mixes 256 shards from "
     "the first batch on, and opens the sixteen that the batch comes from; manifest and indexes are two files, decoded "
