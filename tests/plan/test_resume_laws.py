@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from vlm_stream.plan import (
     PlanConfig,
     StepShape,
 )
+from vlm_stream.plan import steps as steps_module
 
 MODES = [
     PackConfig(pack_size=8192),
@@ -119,6 +121,29 @@ def test_any_chain_of_worlds_delivers_everything_once(make, mode, chain, balance
     notes.update(note for step in rest for note in step.dropped)
     assert seen == whole
     assert notes == told
+
+
+@settings(max_examples=30, deadline=None)
+@given(mode=modes, shape=shapes, barrier=st.sampled_from(["step", "none"]), stop=stops, flush=st.booleans())
+def test_steps_that_are_taken_together_are_those_taken_one_by_one(make, mode, shape, barrier, stop, flush):
+    def walk(num_at_once):
+        with patch.object(steps_module, "_STEPS_AT_ONCE", num_at_once):
+            plan = plan_of(make, mode, balance=BalanceConfig(barrier=barrier), stop=stop, epochs=2, flush=flush)
+            for step in plan.steps(shape):
+                micros = range(step.micro_begin, shape.micro_batches)
+                states = [step.state_after(micro) for micro in micros]
+                yield step.index, step.epoch, make.rows(step), step.dropped, states
+
+    assert list(walk(16)) == list(walk(1))
+
+
+@settings(max_examples=30, deadline=None)
+@given(mode=modes, shape=shapes, balance=balances)
+def test_refs_and_tokens_are_those_of_the_units(make, mode, shape, balance):
+    for step in plan_of(make, mode, balance=balance).steps(shape):
+        for micro, rank, units in make.rows(step):
+            assert step.refs(rank, micro) == [unit.refs if unit else () for unit in units]
+            assert step.tokens(rank, micro) == sum(unit.tokens for unit in units if unit)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -25,9 +25,14 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
 
-__all__ = ["deal"]
+__all__ = ["deal", "deals_in_order"]
 
 _SWAPS_PER_PART = 2
+
+
+def deals_in_order(shape: StepShape, balance: BalanceConfig, rows: str) -> bool:
+    """Return whether units are dealt as they come, so that how many steps are dealt together makes no difference."""
+    return balance.barrier == "none" or (shape.world_size == 1 and rows == "stream")
 
 
 def deal(table: UnitTable, shape: StepShape, balance: BalanceConfig, rows: str) -> Ints:
@@ -35,7 +40,7 @@ def deal(table: UnitTable, shape: StepShape, balance: BalanceConfig, rows: str) 
     num_steps = -(-len(table) // shape.units_per_step)
     numbers = np.arange(num_steps * shape.units_per_step)
     numbers[len(table) :] = -1
-    if balance.barrier == "none" or (shape.world_size == 1 and rows == "stream"):
+    if deals_in_order(shape, balance, rows):
         return numbers.reshape(num_steps, shape.micro_batches, shape.world_size, shape.batch_size)
     if rows == "free" or shape.batch_size == 1:
         llm, vit, hashes = _padded(table.llm, numbers), _padded(table.vit, numbers), _padded(table.hashes, numbers)

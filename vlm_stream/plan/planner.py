@@ -18,7 +18,7 @@ from vlm_stream.plan.mixture import shares_of
 from vlm_stream.plan.queue import UnitQueue
 from vlm_stream.plan.samples import Samples, SourceStream, read_refs
 from vlm_stream.plan.state import Era, read_state, write_state
-from vlm_stream.plan.steps import Block, Partial, Progress, Step, next_block, steps_of
+from vlm_stream.plan.steps import Block, Partial, Progress, Step, next_block, next_steps, steps_of
 from vlm_stream.plan.window import Cursor, Terms, Window, epoch_at, plan_window
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class _Run:
     def steps(self, wanted: Callable[[int, Block], bool] | None = None) -> Iterator[Step]:
         config = self.planner.config
         yield from self.finish_partial()
-        while (block := next_block(self.queue, self.shape, config.balance, config.rows)) is not None:
+        while (block := next_steps(self.queue, self.shape, config.balance, config.rows)) is not None:
             if wanted is None or wanted(self.progress.steps, block):
                 yield from self.deal(block)
             else:

@@ -104,6 +104,10 @@ class UnitQueue:
         """Return the window of the next unit without taking anything."""
         return self._windows[0][0] if self._windows or self._pull() else None
 
+    def num_at_hand(self) -> int:
+        """Return how many units are left of the window of the next unit; 0: that is still to be planned."""
+        return len(self._windows[0][1]) if self._windows else 0
+
     def discard(self, done: npt.NDArray[np.bool_]) -> None:
         """Take out units that were delivered before: `done[k]` stands for the k-th unit from here on."""
         begin = 0

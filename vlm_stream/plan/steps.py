@@ -2,25 +2,26 @@
 
 Enters: a block of dealt units. Leaves: `Step`. A block is `horizon` steps dealt together. The state in the middle of
 a block is the place where the block began, the shape it was dealt for, and how much of it is done: enough to deal it
-again.
+again. Where units are dealt in the order of the stream, steps are only taken together because that is quicker: their
+states do not show it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from vlm_stream.plan.deal import deal
+from vlm_stream.plan.deal import deal, deals_in_order
 from vlm_stream.plan.queue import Place
 from vlm_stream.plan.values import Ref, Unit
 from vlm_stream.ragged import take_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from vlm_stream.plan.values import Dropped, StepShape
     from vlm_stream.plan.window import Window
 
-__all__ = ["Block", "Partial", "Progress", "Step", "next_block", "units_at"]
+__all__ = ["Block", "Partial", "Progress", "Step", "next_block", "next_steps", "units_at"]
+
+_STEPS_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +46,13 @@ class Progress:
     digest: str = ""
     """Rolling digest of everything delivered, micro-step by micro-step, over all ranks."""
 
-    def after(self, table: UnitTable, numbers: npt.NDArray[np.int64], *, ends_step: bool) -> Progress:
-        """Go on by the units of one micro-step on all ranks (-1 for fillers)."""
-        real = numbers[numbers >= 0]
-        text = hashlib.blake2b(bytes.fromhex(self.digest), digest_size=16)
-        text.update(table.hashes[real].astype("<u8", copy=False).tobytes())
+    def after(self, hashes: bytes, *, units: int, samples: int, ends_step: bool) -> Progress:
+        """Go on by one micro-step on all ranks: the hashes of its units, in their order, and how many there are."""
         return Progress(
             steps=self.steps + ends_step,
-            units=self.units + len(real),
-            samples=self.samples + int(table.num_samples[real].sum()),
-            digest=text.hexdigest(),
+            units=self.units + units,
+            samples=self.samples + samples,
+            digest=hashlib.blake2b(bytes.fromhex(self.digest) + hashes, digest_size=16).hexdigest(),
         )
 
 
@@ -79,15 +79,50 @@ class Block:
     before: Place
     after: Place
 
+    is_cut: bool = False
+    """Dealt in the order of the stream out of the first window alone: every step of it is a block of its own."""
+
     def deal(self) -> npt.NDArray[np.int64]:
         """Return [steps, micro, rank, row] of numbers in the table, -1 for fillers."""
         return deal(self.table, self.shape, self.balance, self.rows)
 
+    def step(self, number: int) -> tuple[Place, int, Place | None]:
+        """Return from which place on a step is dealt, how many are dealt before it, and the place behind it.
+
+        The last is None where it is in the middle of the block.
+        """
+        end = (number + 1) * self.shape.units_per_step
+        is_last = end >= len(self.table)
+        if not self.is_cut:
+            return self.before, number, self.after if is_last else None
+        begin = end - self.shape.units_per_step
+        return _without(self.before, begin), 0, self.after if is_last else _without(self.before, end)
+
+
+def _without(place: Place, num_units: int) -> Place:
+    """Return the place behind some of the units that are left of the first window."""
+    return replace(place, left=(place.left[0][num_units:], *place.left[1:]))
+
 
 def next_block(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows: str) -> Block | None:
     """Take the units of the next block; None at the end of the stream."""
+    return _take(queue, shape, balance, rows, balance.horizon)
+
+
+def next_steps(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows: str) -> Block | None:
+    """Take the next block; where steps do not depend on each other, as many of them as are planned already."""
+    if deals_in_order(shape, balance, rows):
+        num_steps = min(_STEPS_AT_ONCE, queue.num_at_hand() // shape.units_per_step)
+        if num_steps > 1:
+            return _take(queue, shape, balance, rows, num_steps, is_cut=True)
+    return next_block(queue, shape, balance, rows)
+
+
+def _take(
+    queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows: str, num_steps: int, *, is_cut: bool = False
+) -> Block | None:
     before = queue.place()
-    table = queue.take(shape.units_per_step * balance.horizon)
+    table = queue.take(shape.units_per_step * num_steps)
     if table is None:
         return None
     after = queue.place()
@@ -96,7 +131,7 @@ def next_block(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows:
         windows, left = (first,), (np.arange(first.num_units),)
     # A state inside the block has to find the windows again that were planned for it.
     before = Place(cursor=before.cursor, windows=windows, left=left, planned=after.planned)
-    return Block(table=table, shape=shape, balance=balance, rows=rows, before=before, after=after)
+    return Block(table=table, shape=shape, balance=balance, rows=rows, before=before, after=after, is_cut=is_cut)
 
 
 def units_at(table: UnitTable, numbers: npt.NDArray[np.int64], unit_per_cost: float) -> list[Unit]:
@@ -127,13 +162,35 @@ def _refs_of(window: Window, units: npt.NDArray[np.int64]) -> list[tuple[Ref, ..
     return [refs[begin:end] for begin, end in itertools.pairwise(splits.tolist())]
 
 
+class _Dealt:
+    """A block with who gets what, shared by its steps: what they are asked for is looked up for all of them at once."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.grid = block.deal()  # [steps, micro, rank, row]
+        self._of_rank: dict[int, tuple[list[tuple[Ref, ...]], list[list[int]]]] = {}
+
+    def of_rank(self, rank: int) -> tuple[list[tuple[Ref, ...]], list[list[int]]]:
+        """Return [steps * micro * row] the refs of each row, and [steps, micro] tokens, of one rank."""
+        found = self._of_rank.get(rank)
+        if found is None:
+            table, numbers = self.block.table, self.grid[:, :, rank]
+            real = numbers >= 0
+            refs = refs_at(table, numbers[real])
+            if len(refs) < numbers.size:
+                given = iter(refs)
+                refs = [next(given) if is_real else () for is_real in real.ravel().tolist()]
+            tokens = np.where(real, table.tokens[numbers], 0).sum(axis=2)
+            found = self._of_rank[rank] = refs, tokens.tolist()
+        return found
+
+
 class Step:
     """What all ranks consume between two updates of the weights."""
 
     def __init__(
         self,
-        block: Block,
-        grid: npt.NDArray[np.int64],
+        dealt: _Dealt,
         number: int,
         progress: list[Progress],
         encode: Callable[[Place, Progress, Partial | None], dict[str, Any]],
@@ -141,10 +198,11 @@ class Step:
         epoch: int,
     ) -> None:
         """Bind a block's step to the progress before each of its remaining micro-steps (and after the last)."""
+        block = dealt.block
+        self._dealt = dealt
         self._block = block
-        self._grid: npt.NDArray[np.int64] = grid[number]  # [micro, rank, row]
+        self._grid: npt.NDArray[np.int64] = dealt.grid[number]  # [micro, rank, row]
         self._number = number
-        self._is_last = number == len(grid) - 1
         self._progress = progress
         self._encode = encode
         self.index = progress[0].steps
@@ -179,29 +237,31 @@ class Step:
 
     def refs(self, rank: int, micro: int) -> list[tuple[Ref, ...]]:
         """Return the samples of the rows of one micro-batch; a filler row has none."""
-        numbers = self._grid[micro, rank]
-        refs = iter(refs_at(self._block.table, numbers[numbers >= 0]))
-        return [() if number < 0 else next(refs) for number in numbers.tolist()]
+        refs, _ = self._dealt.of_rank(rank)
+        shape = self._block.shape
+        begin = (self._number * shape.micro_batches + micro) * shape.batch_size
+        return refs[begin : begin + shape.batch_size]
 
     def tokens(self, rank: int, micro: int) -> int:
         """Return how many tokens the rows of one micro-batch hold."""
-        numbers = self._grid[micro, rank]
-        return int(self._block.table.tokens[numbers[numbers >= 0]].sum())
+        _, tokens = self._dealt.of_rank(rank)
+        return tokens[self._number][micro]
 
     def state_after(self, micro: int | None = None) -> dict[str, Any]:
         """Return the state once all ranks have consumed the step up to and with that micro-step (all by default)."""
         last = self._block.shape.micro_batches - 1
         micro = last if micro is None else micro
         progress = self._progress[micro - self.micro_begin + 1]
-        if micro == last and self._is_last:
-            return self._encode(self._block.after, progress, None)
+        before, steps_before, after = self._block.step(self._number)
+        if micro == last and after is not None:
+            return self._encode(after, progress, None)
         partial = Partial(
             shape=self._block.shape,
             balance=self._block.balance,
-            steps_done=self._number + (micro == last),
+            steps_done=steps_before + (micro == last),
             micro_done=0 if micro == last else micro + 1,
         )
-        return self._encode(self._block.before, progress, partial)
+        return self._encode(before, progress, partial)
 
 
 def steps_of(
@@ -212,14 +272,29 @@ def steps_of(
     done: tuple[int, int] = (0, 0),
 ) -> tuple[list[Step], Progress]:
     """Cut a dealt block into steps, from (steps, micro-steps) `done` on; return them and the progress behind them."""
-    grid = block.deal()
+    dealt = _Dealt(block)
     micro_batches = block.shape.micro_batches
+    flat = dealt.grid.reshape(-1, block.shape.world_size * block.shape.batch_size)  # [micro-steps, unit]
+    delivered = _deliveries(block.table, flat[done[0] * micro_batches + done[1] :])
     steps = []
-    for number in range(done[0], len(grid)):
+    for number in range(done[0], len(dealt.grid)):
         progress = [start]
         for micro in range(done[1] if number == done[0] else 0, micro_batches):
+            hashes, units, samples = next(delivered)
             ends = micro == micro_batches - 1
-            progress.append(progress[-1].after(block.table, grid[number, micro].ravel(), ends_step=ends))
+            progress.append(progress[-1].after(hashes, units=units, samples=samples, ends_step=ends))
         start = progress[-1]
-        steps.append(Step(block, grid, number, progress, encode, epoch=epoch))
+        steps.append(Step(dealt, number, progress, encode, epoch=epoch))
     return steps, start
+
+
+def _deliveries(table: UnitTable, numbers: npt.NDArray[np.int64]) -> Iterator[tuple[bytes, int, int]]:
+    """Yield what [micro-steps, unit] deliver: the hashes of their units, how many these are, and their samples."""
+    real = numbers >= 0
+    units = numbers[real]
+    hashes = table.hashes[units].astype("<u8", copy=False)
+    ends = np.concatenate([[0], np.cumsum(real.sum(axis=1))])
+    samples = np.concatenate([[0], np.cumsum(table.num_samples[units])])[ends]
+    counts = zip(np.diff(ends).tolist(), np.diff(samples).tolist(), strict=True)
+    for (begin, end), (num_units, num_samples) in zip(itertools.pairwise(ends.tolist()), counts, strict=True):
+        yield hashes[begin:end].tobytes(), num_units, num_samples
