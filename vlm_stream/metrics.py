@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,23 +24,23 @@ class Meter:
     def __init__(self) -> None:
         """Start at nothing."""
         self._begin = time.monotonic()
-        self._counts: Counter[str] = Counter()
-        self._seconds: Counter[str] = Counter()
+        self._counts: defaultdict[str, int] = defaultdict(int)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._reads: dict[int, ReadTotals] = {}
         self._newest_step = 0
 
     def add(self, delivery: Delivery, waited: float) -> None:
         """Count one delivery that the consumer waited for so many seconds."""
-        self._counts.update(
-            batches=1,
-            samples=delivery.num_samples,
-            bad_samples=len(delivery.bad),
-            tokens=delivery.num_tokens,
-            slots=delivery.num_slots,
-            rows=delivery.num_rows,
-        )
-        self._seconds.update(delivery.seconds)
-        self._seconds["wait"] += waited  # type: ignore[assignment]  # a Counter takes any number
+        counts, seconds = self._counts, self._seconds  # not by `update`, which takes ten times as long
+        counts["batches"] += 1
+        counts["samples"] += delivery.num_samples
+        counts["bad_samples"] += len(delivery.bad)
+        counts["tokens"] += delivery.num_tokens
+        counts["slots"] += delivery.num_slots
+        counts["rows"] += delivery.num_rows
+        for stage, duration in delivery.seconds.items():
+            seconds[stage] += duration
+        seconds["wait"] += waited
         self._reads[delivery.pid] = delivery.reads
         self._newest_step = delivery.step
 

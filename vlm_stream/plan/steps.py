@@ -156,7 +156,7 @@ def refs_at(table: UnitTable, numbers: npt.NDArray[np.int64]) -> list[tuple[Ref,
 
 def _refs_of(window: Window, units: npt.NDArray[np.int64]) -> list[tuple[Ref, ...]]:
     if window.num_units == len(window.samples):  # each is a single sample
-        return [(Ref(*ref),) for ref in window.samples.refs[units].tolist()]
+        return list(zip(map(Ref._make, window.samples.refs[units].tolist()), strict=True))
     samples, splits = take_rows(window.splits, units)
     refs = tuple(map(Ref._make, window.samples.refs[samples].tolist()))
     return [refs[begin:end] for begin, end in itertools.pairwise(splits.tolist())]

@@ -47,8 +47,8 @@ def plan_requests(
         run_limits: For some roots the most bytes that are merged, where that is less than `max_request_bytes`.
     """
     by_shard: dict[tuple[object, ...], list[int]] = {}
-    for position, span in enumerate(spans):
-        by_shard.setdefault((span.root, span.path, span.shard_size, span.etag), []).append(position)
+    for position, (root, path, _, _, _, _, shard_size, etag) in enumerate(spans):
+        by_shard.setdefault((root, path, shard_size, etag), []).append(position)
     requests: list[RangeRequest] = []
     for positions in by_shard.values():
         limit = (run_limits or {}).get(spans[positions[0]].root, options.max_request_bytes)
@@ -71,19 +71,20 @@ def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOption
                 RangeRequest(first.root, first.path, begin, end - begin, tuple(members), first.shard_size, first.etag)
             )
 
-    for position in sorted(positions, key=lambda p: (spans[p].offset, spans[p].size)):
-        span = spans[position]
-        new_end = max(end, span.offset + span.size)
-        num_new = new_end - max(end, span.offset)
-        fits = new_end - begin <= min(max_run, max_amplification * (num_wanted + num_new))
-        if members and span.offset - end <= max_gap and fits:
+    # As few calls as can be: this runs for every sample.
+    for offset, size, position in sorted([(*spans[position][2:4], position) for position in positions]):
+        span_end = offset + size
+        new_end = span_end if span_end > end else end
+        num_new = new_end - (offset if offset > end else end)
+        run = new_end - begin
+        if members and offset - end <= max_gap and run <= max_run and run <= max_amplification * (num_wanted + num_new):
             end, num_wanted = new_end, num_wanted + num_new
             members.append(position)
             continue
         close_run()
-        begin, end, num_wanted, members = span.offset, span.offset + span.size, span.size, [position]
-        if span.size > options.max_request_bytes:
-            requests += _parts(span, position, options.max_request_bytes)
+        begin, end, num_wanted, members = offset, span_end, size, [position]
+        if size > options.max_request_bytes:
+            requests += _parts(spans[position], position, options.max_request_bytes)
             members = []
     close_run()
     return requests

@@ -100,7 +100,8 @@ class ReadAhead(Generic[T]):
             self._refill()
         tag, num_spans = self._groups.popleft()
         self._waited_s = 0.0
-        results, num_bytes = [], 0
+        results: list[SpanResult] = []
+        num_bytes = num_bad = 0
         for _ in range(num_spans):
             while not self._exhausted and self._is_low():
                 self._refill()
@@ -109,11 +110,11 @@ class ReadAhead(Generic[T]):
             if not waiting.landed:
                 self._land(waiting)
             results.append(waiting.result)
+            num_bad += isinstance(waiting.result, BadSampleError)
             for flight in waiting.flights:
                 flight.num_users -= 1
                 if not flight.num_users:
                     self._num_ahead -= flight.request.size
-        num_bad = sum(isinstance(result, BadSampleError) for result in results)
         self._engine().metrics.add(
             samples=num_spans, bytes_wanted=num_bytes, queue_wait_s=self._waited_s, bad_samples=num_bad
         )
@@ -174,10 +175,12 @@ class ReadAhead(Generic[T]):
             for user in users:
                 user.land(fetched)
             return
-        view, base = memoryview(fetched.data), flight.request.offset
+        view, base, crc = memoryview(fetched.data), flight.request.offset, fetched.crc32c
         for user in users:
-            begin = user.span.offset - base
-            user.land(self._open(user.span, view[begin : begin + user.span.size], fetched.crc32c))
+            span = user.span
+            begin = span.offset - base
+            result = open_sample(span, view[begin : begin + span.size], crc)
+            user.land(result if type(result) is dict else self._read_again(span, result))
 
     def _join(self, waiting: _Waiting) -> SpanResult:
         """Put a sample together that came in parts."""
@@ -188,11 +191,10 @@ class ReadAhead(Generic[T]):
             if isinstance(fetched, BadSampleError):
                 return fetched
             parts.append(fetched.data)
-        return self._open(waiting.span, memoryview(b"".join(parts)))
+        return self._read_again(waiting.span, open_sample(waiting.span, memoryview(b"".join(parts))))
 
-    def _open(self, span: Span, data: memoryview, crc: int | None = None) -> SpanResult:
-        """Check a sample's bytes and cut them into members; what seems damaged is read again."""
-        result = open_sample(span, data, crc)
+    def _read_again(self, span: Span, result: SpanResult) -> SpanResult:
+        """Return what a sample is when it is read once more, where its bytes seem to be damaged."""
         if isinstance(result, BadSampleError) and result.reason in ("crc_mismatch", "truncated"):
             again = self._engine().read_again(span)
             check_unchanged(span, again)

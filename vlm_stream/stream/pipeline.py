@@ -20,12 +20,14 @@ from vlm_stream.stream.position import Position
 from vlm_stream.stream.raw import RawRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from vlm_stream.plan import Dropped, Ref, Step
     from vlm_stream.storage import ReadTotals, Span, SpanReader, SpanResult
     from vlm_stream.stream.datasets import OpenDatasets
     from vlm_stream.stream.rows import RowBuilder
+
+    Encode = Callable[[Ref, Mapping[str, memoryview]], Any]
 
 __all__ = ["Delivery", "MicroBatch", "deliver"]
 
@@ -92,6 +94,7 @@ def deliver(
 ) -> Iterator[Delivery]:
     """Yield a delivery for every planned micro-batch, while the reader fetches the bytes of those to come."""
     span_of = datasets.span if builder.pixels else datasets.text_span
+    encode = _encoder(datasets, builder)
 
     def wanted() -> Iterator[tuple[_Planned, list[Span]]]:
         for plan in plans:
@@ -102,7 +105,7 @@ def deliver(
     waited_from = time.perf_counter()
     for planned, results in reader.read_groups(wanted()):
         waited = time.perf_counter() - waited_from
-        delivery = _finish(planned, results, datasets, builder, (waited, reader.metrics))
+        delivery = _finish(planned, results, datasets, builder, encode, (waited, reader.metrics))
         del results  # else its memory could not be used for what comes next
         yield delivery
         del delivery
@@ -114,6 +117,7 @@ def _finish(
     results: list[SpanResult],
     datasets: OpenDatasets,
     builder: RowBuilder | RawRows,
+    encode: Encode,
     fetched: tuple[float, ReadTotals],
 ) -> Delivery:
     begin = time.perf_counter()
@@ -129,7 +133,7 @@ def _finish(
                 bad.append(_ledger_entry(ref, content, datasets))
                 continue
             try:
-                samples.append((ref, _encode(ref, content, datasets, builder)))
+                samples.append((ref, encode(ref, content)))
             except BadSampleError as error:
                 bad.append(_ledger_entry(ref, error, datasets))
         encoded_rows.append(samples)
@@ -158,13 +162,14 @@ def _finish(
     )
 
 
-def _encode(ref: Ref, members: Mapping[str, memoryview], datasets: OpenDatasets, builder: RowBuilder | RawRows) -> Any:
-    fields = datasets.manifests[ref.source].fields
+def _encoder(datasets: OpenDatasets, builder: RowBuilder | RawRows) -> Encode:
+    """Return what makes a sample of its members."""
+    fields = [manifest.fields for manifest in datasets.manifests]
     if isinstance(builder, RawRows):
-        return builder.encode(datasets.name(ref), members, fields)
+        return lambda ref, members: builder.encode(datasets.name(ref), members, fields[ref.source])
     if builder.pixels:
-        return builder.encode(members, fields)
-    return builder.encode_text(members, fields, *datasets.contents(ref))
+        return lambda ref, members: builder.encode(members, fields[ref.source])
+    return lambda ref, members: builder.encode_text(members, fields[ref.source], *datasets.contents(ref))
 
 
 def _not_planned(note: Dropped) -> BadSampleError:
