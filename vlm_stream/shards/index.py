@@ -23,9 +23,9 @@ from vlm_stream.shards.index_columns import (
     MEMBER_NAME,
     PLACE_NAMES,
     PlanColumns,
+    SamplePlaces,
     plan_names,
     read_table,
-    sample_places,
 )
 from vlm_stream.shards.layout import index_name
 from vlm_stream.shards.schema import index_schema
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-    from vlm_stream.shards.index_columns import SamplePlaces
     from vlm_stream.shards.rows import SampleRow
     from vlm_stream.storage import Store
     from vlm_stream.tokens import MediaColumns
@@ -68,7 +67,9 @@ class ShardIndex:
     size: npt.NDArray[np.int64]
     """[n] Length of its byte range."""
     load_places: Callable[[], SamplePlaces]
-    """Returns where members lie."""
+    """Returns where samples and their members lie."""
+    first: int = 0
+    """The row of the first sample there."""
     root: str = ""
     """URL of the folder that the shard's path is relative to."""
     path: str = ""
@@ -82,7 +83,7 @@ class ShardIndex:
 
     @cached_property
     def places(self) -> SamplePlaces:
-        """Return where samples and their members lie."""
+        """Return where samples and their members lie, maybe among those of other shards."""
         return self.load_places()
 
     @property
@@ -93,7 +94,7 @@ class ShardIndex:
     @property
     def crc32c(self) -> list[int]:
         """Return [n] the checksums of the samples' ranges."""
-        sums: list[int] = self.places.crc32c.tolist()
+        sums: list[int] = self.places.crc32c[self.first : self.first + len(self)].tolist()
         return sums
 
     def __len__(self) -> int:
@@ -102,18 +103,11 @@ class ShardIndex:
 
     def key(self, row: int) -> str:
         """Return one sample's key."""
-        places = self.places
-        return str(places.key_bytes[places.key_splits.item(row) : places.key_splits.item(row + 1)], "utf-8")
+        return self.places.key(self.first + row)
 
     def members(self, row: int) -> tuple[Member, ...]:
         """Return one sample's files, in tar order."""
-        return tuple(map(Member._make, self._members(row)))
-
-    def _members(self, row: int) -> tuple[tuple[str, int, int], ...]:
-        places = self.places
-        members = places.members[places.member_splits.item(row) : places.member_splits.item(row + 1)]
-        names = places.names
-        return tuple([(names[name], offset, size) for name, offset, size in members.tolist()])
+        return tuple(map(Member._make, self.places.members(self.first + row)))
 
     def sizes(self, row: int) -> MediaSizes:
         """Return the sizes of one sample's media; which frames it names itself is in its JSON alone."""
@@ -140,8 +134,9 @@ class ShardIndex:
 
     def span(self, row: int) -> Span:
         """Return where one sample's bytes lie."""
-        offset, size, crc = self.offset.item(row), self.size.item(row), self.places.crc32c.item(row)
-        return Span(self.root, self.path, offset, size, crc, self._members(row), self.shard_size, self.etag)
+        places, place = self.places, self.first + row
+        offset, size, crc = self.offset.item(row), self.size.item(row), places.crc32c[place]
+        return Span(self.root, self.path, offset, size, crc, places.members(place), self.shard_size, self.etag)
 
     def member_span(self, row: int, name: str) -> Span:
         """Return where one member of a sample lies; where the whole sample lies if it has no such member.
@@ -220,7 +215,7 @@ def decode_index(data: bytes, *, where: str = "index", media: Collection[str] = 
         load_media=lambda: taken,
         offset=columns.offset,
         size=columns.size,
-        load_places=lambda: sample_places(read_table(data, where, PLACE_NAMES), where),
+        load_places=lambda: SamplePlaces(read_table(data, where, PLACE_NAMES), where),
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -29,12 +28,10 @@ __all__ = [
     "MEDIA",
     "MEMBER_NAME",
     "PLACE_NAMES",
-    "JointPlaces",
     "PlanColumns",
     "SamplePlaces",
     "plan_names",
     "read_table",
-    "sample_places",
     "telling",
 ]
 
@@ -44,57 +41,37 @@ MEMBER_NAME: Final = "members.list.element.name"
 """The path of that column in a Parquet file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplePlaces:
-    """What n samples are called, where their members lie, and what their bytes add up to.
+    """What the samples of one or many shards are called, where their members lie, and what their bytes add up to.
 
-    Arrays: a run keeps those of a thousand shards, and as lists of Python's numbers they take five times the memory.
+    Views of numbers: a run keeps those of a thousand shards, and as lists of Python's numbers they take five times the
+    memory. Not numpy's arrays, of which single numbers come out half as fast.
     """
 
-    key_splits: npt.NDArray[np.int32]
-    """[n + 1]"""
-    key_bytes: memoryview
-    """UTF-8."""
-    crc32c: npt.NDArray[np.uint32]
-    """[n] Checksum of the sample's range."""
-    member_splits: npt.NDArray[np.int64]
-    """[n + 1]"""
-    members: npt.NDArray[np.int64]
-    """[members, 3] Place in `names`, first content byte in the shard, content size."""
-    names: list[str]
-    """What members are called, without the key: few names for many members."""
-
-
-class JointPlaces:
-    """The places of the samples of one or many shards, of which those of any rows can be had."""
+    __slots__ = ("_key_bytes", "_key_splits", "_members", "_names", "_splits", "crc32c")
 
     def __init__(self, table: pa.Table, where: str) -> None:
         """Look at an index, or at its columns `PLACE_NAMES`."""
         members = _plain(table.column("members"))
         names = members.values.field("name")
         with telling(where):
-            self._key_splits, self._key_bytes = _texts(_plain(table.column("key")))
-            self._crc32c = to_numbers(_plain(table.column("crc32c")))
-            self._splits, places = _ragged(members, ("offset", "size"))
-            self._members = (to_numbers(names.indices), places["offset"], places["size"])
+            key_splits, self._key_bytes = _texts(_plain(table.column("key")))
+            splits, places = _ragged(members, ("offset", "size"))
+            self._members = (to_numbers(names.indices).data, places["offset"].data, places["size"].data)
+            self.crc32c = to_numbers(_plain(table.column("crc32c"))).data
+            """[n] Checksums of the samples' ranges."""
+        self._key_splits, self._splits = key_splits.data, splits.data
         self._names = list(map(sys.intern, names.dictionary.to_pylist()))
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self._crc32c)
+    def key(self, row: int) -> str:
+        """Return what a sample is called."""
+        return str(self._key_bytes[self._key_splits[row] : self._key_splits[row + 1]], "utf-8")
 
-    def cut(self, begin: int, end: int) -> SamplePlaces:
-        """Return the places of the samples in a range of rows."""
-        splits = self._splits[begin : end + 1]
-        members = slice(int(splits[0]), int(splits[-1]))
-        return SamplePlaces(
-            key_splits=self._key_splits[begin : end + 1],
-            key_bytes=self._key_bytes,
-            crc32c=self._crc32c[begin:end],
-            member_splits=(splits - splits[0]).astype(np.int64),
-            members=np.stack([column[members] for column in self._members], axis=1, dtype=np.int64),
-            names=self._names,
-        )
+    def members(self, row: int) -> tuple[tuple[str, int, int], ...]:
+        """Return a sample's files, in tar order: name without the key, first content byte in the shard, size."""
+        names, (name, offset, size) = self._names, self._members
+        places = range(self._splits[row], self._splits[row + 1])
+        return tuple([(names[name[place]], offset[place], size[place]) for place in places])
 
 
 def read_table(data: bytes, where: str, names: tuple[str, ...] | None = None) -> pa.Table:
@@ -189,12 +166,6 @@ def _take(
 ) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
     entries, splits = take_rows(ragged[0], rows)
     return splits, {name: column[entries] for name, column in ragged[1].items()}
-
-
-def sample_places(table: pa.Table, where: str) -> SamplePlaces:
-    """Return what fetching needs beyond that, of an index or its columns `PLACE_NAMES`."""
-    places = JointPlaces(table, where)
-    return places.cut(0, len(places))
 
 
 def _plain(column: pa.ChunkedArray) -> pa.Array:

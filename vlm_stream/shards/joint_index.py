@@ -21,7 +21,7 @@ import numpy as np
 
 from vlm_stream.errors import DatasetError, NotFoundError, StorageError
 from vlm_stream.shards.index import ShardIndex, check_index, fetch_index
-from vlm_stream.shards.index_columns import MEDIA, JointPlaces, PlanColumns, read_table, telling
+from vlm_stream.shards.index_columns import MEDIA, PlanColumns, SamplePlaces, read_table, telling
 from vlm_stream.shards.layout import JOINT_INDEX
 from vlm_stream.shards.schema import index_schema
 
@@ -68,7 +68,8 @@ class JointIndex:
             load_media=lambda: self.columns.take(np.arange(begin, end)),
             offset=self.columns.offset[begin:end],
             size=self.columns.size[begin:end],
-            load_places=lambda: self._places.cut(begin, end),
+            load_places=lambda: self._places,
+            first=begin,
             root=self._root,
             path=path,
             shard_size=num_bytes,
@@ -76,8 +77,8 @@ class JointIndex:
         )
 
     @cached_property
-    def _places(self) -> JointPlaces:
-        return JointPlaces(self._table, self._where)
+    def _places(self) -> SamplePlaces:
+        return SamplePlaces(self._table, self._where)
 
 
 def with_joint_index(store: Store, manifest: Manifest) -> Manifest:

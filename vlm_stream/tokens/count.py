@@ -38,22 +38,24 @@ def count_tokens(columns: MediaColumns, geometry: Geometry) -> TokenColumns:
     Returns:
         Columns of n numbers.
     """
-    images = _count_images(columns, geometry)
-    videos = _count_videos(columns, geometry)
-    sounds = _count_audios(columns, geometry)
-    image_tokens = _sum_rows(images.tokens, columns.image_splits)
-    video_tokens = _sum_rows(videos.tokens, columns.video_splits)
-    audio_tokens = _sum_rows(sounds.tokens, columns.audio_splits)
-    num_media = sum(np.diff(splits) for splits in (columns.image_splits, columns.video_splits, columns.audio_splits))
-    vision = image_tokens + video_tokens
-    return TokenColumns(
-        tokens=columns.text_tokens + vision + audio_tokens - num_media,
-        vision_tokens=vision,
-        vision_patches=_sum_rows(images.patches, columns.image_splits)
-        + _sum_rows(videos.patches, columns.video_splits),
-        vision_squares=_sum_floats(images.squares, columns.image_splits)
-        + _sum_floats(videos.squares, columns.video_splits),
-    )
+    num_rows = len(columns.text_tokens)
+    tokens = columns.text_tokens
+    vision, patches, squares = (np.zeros(num_rows, dtype) for dtype in (np.int64, np.int64, np.float64))
+    for count, splits in (
+        (_count_images, columns.image_splits),
+        (_count_videos, columns.video_splits),
+        (_count_audios, columns.audio_splits),
+    ):
+        if not splits[-1]:  # most data lacks at least one of them
+            continue
+        counts = count(columns, geometry)
+        embeddings = _sum_rows(counts.tokens, splits)
+        tokens = tokens + embeddings - np.diff(splits)
+        if count is not _count_audios:
+            vision = vision + embeddings
+            patches = patches + _sum_rows(counts.patches, splits)
+            squares = squares + _sum_floats(counts.squares, splits)
+    return TokenColumns(tokens=tokens, vision_tokens=vision, vision_patches=patches, vision_squares=squares)
 
 
 def fake_image_tokens(geometry: Geometry) -> int:
