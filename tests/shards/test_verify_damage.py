@@ -167,7 +167,7 @@ def test_rows_that_do_not_fit_the_conversation(dataset: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda data: data | {"version": 99}, "has format version 99, this release reads versions up to 2"),
+        (lambda data: data | {"version": 99}, "has format version 99, this release reads versions up to 3"),
         (lambda data: data | {"format": "other"}, "is not a manifest of this package"),
         (
             lambda data: data | {"shards": {k: v[:2] for k, v in data["shards"].items()}},
@@ -209,6 +209,25 @@ def test_manifest_survives_its_json_and_its_digest_sees_every_shard(dataset: Pat
             shards[number] = replace(shards[number], **{name: other})
             assert replace(manifest, shards=ShardList.of(shards)).digest != manifest.digest
     assert replace(manifest, home="s3://elsewhere", dropped={"a": 1}).digest == manifest.digest
+
+
+def test_a_manifest_is_trusted_as_it_was_written_and_looked_at_closely_otherwise(dataset: Path) -> None:
+    path = dataset / "dataset.json"
+    manifest, text = load_manifest(open_store(str(dataset))), path.read_text()
+    for written in (text, json.dumps(json.loads(text)), json.dumps(json.loads(text), indent=4)):
+        path.write_text(written)
+        assert load_manifest(open_store(str(dataset))) == manifest
+    data = json.loads(text)
+    del data["crc32c"]
+    path.write_text(json.dumps(data | {"version": 2}))
+    assert load_manifest(open_store(str(dataset))) == manifest
+    sums = data["shards"]["crc32c"]
+    path.write_text(text.replace(str(sums[1]), str(sums[1] + 1)))
+    with pytest.raises(DatasetError, match="does not have the digest that it states"):
+        load_manifest(open_store(str(dataset)))
+    path.write_text(text.replace(manifest.digest, "0" * 64))
+    with pytest.raises(DatasetError, match="does not have the digest that it states"):
+        load_manifest(open_store(str(dataset)))
 
 
 def test_manifests_of_the_first_format_are_read(dataset: Path) -> None:

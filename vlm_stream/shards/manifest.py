@@ -14,6 +14,8 @@ from functools import cached_property
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any, Final
 
+import crc32c
+
 from vlm_stream.errors import DatasetError, NotFoundError
 from vlm_stream.shards.fields import FieldMap
 from vlm_stream.shards.layout import MANIFEST
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT_VERSION", "Manifest", "TokenCounting", "load_manifest", "save_manifest"]
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
+_HEAD: Final = '{{\n "crc32c": {},\n'
+"""How the file begins: with the checksum of all that follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +100,8 @@ class Manifest:
         }
         lines = [f" {_dump(name)}: {_dump(value)}" for name, value in values.items()]
         columns = [f"  {_dump(name)}: {_dump(column)}" for name, column in self.shards.columns().items()]
-        return "{\n" + ",\n".join([*lines, ' "shards": {\n' + ",\n".join(columns) + "\n }"]) + "\n}\n"
+        text = ",\n".join([*lines, ' "shards": {\n' + ",\n".join(columns) + "\n }"]) + "\n}\n"
+        return _HEAD.format(crc32c.crc32c(text.encode())) + text
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = MANIFEST) -> Manifest:
@@ -112,6 +117,8 @@ class Manifest:
             data["tokens"] = TokenCounting(**data["tokens"])
             data["fields"] = FieldMap(**data["fields"])
             manifest = cls(**data)
+            if _is_as_written(text):
+                vars(manifest)["digest"] = digest  # to find it out takes as long as to read the file
             is_whole = manifest.digest == digest
         except (KeyError, TypeError) as error:
             raise DatasetError(f"{where} lacks or misnames a field ({error}): write the dataset again.") from error
@@ -127,6 +134,13 @@ def _dump(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
+def _is_as_written(text: str | bytes) -> bool:
+    """Tell whether the text is one that `to_json` wrote, to the byte."""
+    data = text.encode() if isinstance(text, str) else text
+    begin = data.find(b",\n") + 2
+    return data[:begin] == _HEAD.format(crc32c.crc32c(memoryview(data)[begin:])).encode()
+
+
 def _parse(text: str | bytes, where: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
@@ -137,12 +151,12 @@ def _parse(text: str | bytes, where: str) -> dict[str, Any]:
     version = data.pop("version", None)
     if version == 1:
         _from_rows(data)
-    elif version != FORMAT_VERSION:
+    elif version not in (2, FORMAT_VERSION):  # the second one had no checksum
         raise DatasetError(
             f"{where} has format version {version}, this release reads versions up to {FORMAT_VERSION}: "
             f"it cannot be read safely. Install the release that wrote it, or a newer one."
         )
-    for name in ("format", "totals"):
+    for name in ("format", "totals", "crc32c"):
         data.pop(name, None)
     return data
 

@@ -40,7 +40,8 @@ def count_tokens(columns: MediaColumns, geometry: Geometry) -> TokenColumns:
     """
     num_rows = len(columns.text_tokens)
     tokens = columns.text_tokens
-    vision, patches, squares = (np.zeros(num_rows, dtype) for dtype in (np.int64, np.int64, np.float64))
+    vision, patches = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    squares = np.zeros(num_rows, np.float64)
     for count, splits in (
         (_count_images, columns.image_splits),
         (_count_videos, columns.video_splits),
