@@ -1,6 +1,6 @@
 """All indexes of a small dataset in one object, so that a run with many shards need not ask for them one by one.
 
-Enters: a store and a manifest. Leaves: `dataset.indexes.arrow` beside the manifest, whose digest the manifest states;
+Enters: a store and a manifest. Leaves: `dataset.indexes.arrow` beside the manifest, which states its checksum;
 or the columns of all shards, and the `ShardIndex` of any. It is a copy: where it is missing or not the one that the
 manifest describes, the indexes of the shards say the same, only later. An Arrow stream with light compression and not
 Parquet, which is half as large and takes ten times as long to decode.
@@ -11,12 +11,12 @@ a handful of indexes is soon read, and all indexes of the dataset would not be.
 
 from __future__ import annotations
 
-import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
+import crc32c
 import numpy as np
 
 from vlm_stream.errors import DatasetError, NotFoundError, StorageError
@@ -84,10 +84,10 @@ class JointIndex:
 def with_joint_index(store: Store, manifest: Manifest) -> Manifest:
     """Write the joint index of a dataset whose indexes are written, if it is to have one; return what to save."""
     if len(manifest.shards) < _MIN_SHARDS or manifest.totals.samples > _MAX_SAMPLES:
-        return replace(manifest, joint_index_sha256="")
+        return replace(manifest, joint_index_crc32c=None)
     data = _write(_join(store, manifest))
     store.put(JOINT_INDEX, data)
-    return replace(manifest, joint_index_sha256=hashlib.sha256(data).hexdigest())
+    return replace(manifest, joint_index_crc32c=crc32c.crc32c(data))
 
 
 def _join(store: Store, manifest: Manifest) -> pa.Table:
@@ -158,6 +158,6 @@ def _fetch(store: Store, manifest: Manifest) -> bytes:
         raise DatasetError(f"{where} is missing.") from error
     except StorageError as error:  # some stores say 403 of what is not there
         raise DatasetError(f"{where} could not be read: {error}") from error
-    if hashlib.sha256(data).hexdigest() != manifest.joint_index_sha256:
+    if crc32c.crc32c(data) != manifest.joint_index_crc32c:
         raise DatasetError(f"{where} is not the one that the manifest describes.")
     return data

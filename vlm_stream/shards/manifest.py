@@ -65,7 +65,7 @@ class Manifest:
     """Records that are not in the shards, counted by stage and reason; the ledger names each."""
     job: str = ""
     """Fingerprint of the conversion's input and options."""
-    joint_index_sha256: str = ""
+    joint_index_crc32c: int | None = None
     """Of the object with all indexes in one, where there is one."""
 
     @property
@@ -84,7 +84,10 @@ class Manifest:
         return hashlib.sha256(f"[[{parts}],{fields}]".encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Return the text of `dataset.json`: a line for each value, and for each column of the shards."""
+        """Return the text of `dataset.json`: a line for each value, and for each column of the shards.
+
+        Of a column that says the same of all shards, that is all that is written.
+        """
         values = {
             "format": "vlm_stream",
             "version": FORMAT_VERSION,
@@ -96,10 +99,13 @@ class Manifest:
             "home": self.home,
             "dropped": self.dropped,
             "job": self.job,
-            "joint_index_sha256": self.joint_index_sha256,
+            "joint_index_crc32c": self.joint_index_crc32c,
         }
         lines = [f" {_dump(name)}: {_dump(value)}" for name, value in values.items()]
-        columns = [f"  {_dump(name)}: {_dump(column)}" for name, column in self.shards.columns().items()]
+        columns = [
+            f"  {_dump(name)}: {_dump(column[0] if name != 'name' and len(set(column)) == 1 else column)}"
+            for name, column in self.shards.columns().items()
+        ]
         text = ",\n".join([*lines, ' "shards": {\n' + ",\n".join(columns) + "\n }"]) + "\n}\n"
         return _HEAD.format(crc32c.crc32c(text.encode())) + text
 
@@ -113,7 +119,7 @@ class Manifest:
         data = _parse(text, where)
         digest = data.pop("digest", None)
         try:
-            data["shards"] = ShardList(data["shards"])
+            data["shards"] = ShardList(_columns(data["shards"]))
             data["tokens"] = TokenCounting(**data["tokens"])
             data["fields"] = FieldMap(**data["fields"])
             manifest = cls(**data)
@@ -151,7 +157,9 @@ def _parse(text: str | bytes, where: str) -> dict[str, Any]:
     version = data.pop("version", None)
     if version == 1:
         _from_rows(data)
-    elif version not in (2, FORMAT_VERSION):  # the second one had no checksum
+    if version in (1, 2):
+        data.pop("joint_index_sha256", None)  # of another kind
+    elif version != FORMAT_VERSION:
         raise DatasetError(
             f"{where} has format version {version}, this release reads versions up to {FORMAT_VERSION}: "
             f"it cannot be read safely. Install the release that wrote it, or a newer one."
@@ -162,11 +170,16 @@ def _parse(text: str | bytes, where: str) -> dict[str, Any]:
 
 
 def _from_rows(data: dict[str, Any]) -> None:
-    """Bring the first format into this one: it listed shard by shard, and its joint index was of another kind."""
+    """Bring the shards of the first format, which listed them one by one, into columns."""
     with contextlib.suppress(KeyError, TypeError, AttributeError):  # what is missing is told of later
         rows = [shard | shard.pop("totals") for shard in data["shards"]]
         data["shards"] = {name: [row[name] for row in rows] for name in ShardList.of(()).columns()}
-    data["joint_index_sha256"] = ""
+
+
+def _columns(written: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the columns of the shards, where one value may stand for all of them."""
+    num_shards = len(written["name"])
+    return {name: column if isinstance(column, list) else [column] * num_shards for name, column in written.items()}
 
 
 def load_manifest(store: Store) -> Manifest:

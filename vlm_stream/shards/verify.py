@@ -119,7 +119,7 @@ def verify_dataset(
             on_shard(shard, len(manifest.shards), len(problems))
     problems = [problem for shard in manifest.shards for problem in found[shard.name]]
     # It is compared with the indexes of the shards, and says nothing new of those that are wrong themselves.
-    if manifest.joint_index_sha256 and not _WRONG_INDEX & {problem.kind for problem in problems}:
+    if manifest.joint_index_crc32c is not None and not _WRONG_INDEX & {problem.kind for problem in problems}:
         problems += _joint_problems(dataset, manifest)
     totals = manifest.totals
     return VerifyReport(

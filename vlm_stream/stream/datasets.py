@@ -201,8 +201,8 @@ class OpenDatasets:
     def _join(self, source: int, num_shards: int) -> JointIndex | None:
         """Return the joint index of a source of which many shards are asked for, or have been."""
         manifest = self.manifests[source]
-        num_samples = self._num_samples[source]
-        if source not in self._joint and manifest.joint_index_sha256 and num_shards * _ROWS_PER_INDEX >= num_samples:
+        is_written = manifest.joint_index_crc32c is not None
+        if source not in self._joint and is_written and num_shards * _ROWS_PER_INDEX >= self._num_samples[source]:
             try:
                 self._joint[source] = read_joint_index(self._stores[source], manifest)
             except DatasetError as error:
