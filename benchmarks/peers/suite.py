@@ -203,8 +203,8 @@ def bytes_local(suite: Suite) -> Results:
     folders = {name: str(suite.written(name, raw, 250)) for name in suite.loaders}
     for path in (path for folder in folders.values() for path in Path(folder).rglob("*") if path.is_file()):
         path.read_bytes()  # all from the page cache, the first turn too
-    # More often than the rest: it takes a fraction of a second, in which a machine's noise counts most.
-    return suite.in_turns("read_bytes", times=3, where=folders.get, warm=folders.get)
+    # More often and longer than once: that takes a fraction of a second, in which a machine's noise counts most.
+    return suite.in_turns("read_bytes", times=2, where=folders.get, warm=folders.get, passes=4)
 
 
 def bytes_s3(suite: Suite) -> Results:
@@ -215,7 +215,7 @@ def bytes_s3(suite: Suite) -> Results:
     for latency in suite.scale.latencies:
         with suite.s3(folders, latency) as (environment, proxy):
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in suite.loaders}
-            for _ in range(max(1, suite.scale.repeats // 2)):
+            for _ in range(suite.scale.repeats if suite.scale.name == "full" else 1):
                 for name in suite.loaders:
                     proxy.reset()
                     where = f"s3://test-bucket/{name}"
@@ -323,7 +323,7 @@ def start(suite: Suite) -> Results:
         raw = suite.raw(shards * 20, small=True)
         folders = {name: str(suite.written(name, raw, 20)) for name in suite.loaders}
         warm = {name: str(suite.written(name, suite.raw(200, small=True), 20)) for name in suite.loaders}
-        # More often than the rest, for the same reason as bytes.
+        # More often than the rest: a few milliseconds are even noisier than bytes.
         found[str(shards)] = suite.in_turns("start", times=3, where=folders.get, warm=warm.get, shuffle=1000)
     return found
 
