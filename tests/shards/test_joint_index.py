@@ -150,6 +150,17 @@ def test_indexes_that_the_manifest_does_not_describe_are_not_joined(dataset):
         joint_index.with_joint_index(store, load_manifest(store))
 
 
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_places_are_narrow_where_shards_are_small(toy_meta, tmp_path, monkeypatch, is_wide):
+    if is_wide:
+        monkeypatch.setattr(joint_index, "_MAX_NARROW", 1)
+    make_shards(toy_meta, tmp_path / "out", samples_per_shard=8)
+    table = pa.ipc.open_stream((tmp_path / "out" / JOINT).read_bytes()).read_all()
+    assert table.schema.field("offset").type == (pa.int64() if is_wide else pa.int32())
+    assert_same(tmp_path / "out")
+    assert verify_dataset(str(tmp_path / "out")).problems == ()
+
+
 def test_no_shards_index_can_have_its_name():
     assert not JOINT.endswith(index_name(".tar"))
 

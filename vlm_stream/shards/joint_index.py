@@ -1,9 +1,9 @@
 """All indexes of a small dataset in one object, so that a run with many shards need not ask for them one by one.
 
-Enters: a store and a manifest. Leaves: `dataset.indexes.arrow` beside the manifest, which states its checksum;
-or the columns of all shards, and the `ShardIndex` of any. It is a copy: where it is missing or not the one that the
-manifest describes, the indexes of the shards say the same, only later. An Arrow stream with light compression and not
-Parquet, which is half as large and takes ten times as long to decode.
+Enters: a store and a manifest. Leaves: `dataset.indexes.arrow` beside the manifest, which states its checksum; or the
+columns of all shards, and the `ShardIndex` of any. It is a copy: where it is missing or not the one that the manifest
+describes, the indexes of the shards say the same, only later. An Arrow stream without compression: four times as large
+as Parquet, but its columns are looked at where they lie.
 
 Large datasets have none. A run shuffles over a few thousand samples at a time; where these lie in a handful of shards,
 a handful of indexes is soon read, and all indexes of the dataset would not be.
@@ -37,6 +37,8 @@ __all__ = ["JointIndex", "check_joint_index", "read_joint_index", "with_joint_in
 _MIN_SHARDS: Final = 2
 _MAX_SAMPLES: Final = 131_072
 _THREADS: Final = 32
+_MAX_NARROW: Final = 1 << 31
+"""Smaller shards have places of 32 bits."""
 
 
 class JointIndex:
@@ -85,7 +87,7 @@ def with_joint_index(store: Store, manifest: Manifest) -> Manifest:
     """Write the joint index of a dataset whose indexes are written, if it is to have one; return what to save."""
     if len(manifest.shards) < _MIN_SHARDS or manifest.totals.samples > _MAX_SAMPLES:
         return replace(manifest, joint_index_crc32c=None)
-    data = _write(_join(store, manifest))
+    data = _write(_join(store, manifest), narrow=max(manifest.shards.column("bytes")) < _MAX_NARROW)
     store.put(JOINT_INDEX, data)
     return replace(manifest, joint_index_crc32c=crc32c.crc32c(data))
 
@@ -107,13 +109,12 @@ def _join(store: Store, manifest: Manifest) -> pa.Table:
         return pa.concat_tables(tables).combine_chunks()
 
 
-def _write(table: pa.Table) -> bytes:
+def _write(table: pa.Table, *, narrow: bool) -> bytes:
     import pyarrow as pa
 
-    sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
-    with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
-        writer.write_table(table)
+    sink, schema = pa.BufferOutputStream(), index_schema(narrow=narrow)
+    with pa.ipc.new_stream(sink, schema) as writer:
+        writer.write_table(table.cast(schema))
     return bytes(sink.getvalue())
 
 
@@ -132,7 +133,7 @@ def check_joint_index(store: Store, manifest: Manifest) -> None:
     Raises:
         DatasetError: It is not there, or says something else, or one of the others cannot be read.
     """
-    if not _read(store, manifest).equals(_join(store, manifest)):
+    if not _read(store, manifest).cast(index_schema()).equals(_join(store, manifest)):
         raise DatasetError(f"{store.root}/{JOINT_INDEX} does not hold what the indexes of the shards do.")
 
 
@@ -142,10 +143,10 @@ def _read(store: Store, manifest: Manifest) -> pa.Table:
     where = f"{store.root}/{JOINT_INDEX}"
     data = _fetch(store, manifest)
     with telling(where):
-        # One thread: a run may fork behind it. Arrow's own allocator asks for huge pages, which take long to find.
-        options, pool = pa.ipc.IpcReadOptions(use_threads=False), pa.system_memory_pool()
-        table = pa.ipc.open_stream(pa.BufferReader(data), options=options, memory_pool=pool).read_all()
-    if not table.schema.equals(index_schema()):
+        # One thread: a run may fork behind it.
+        options = pa.ipc.IpcReadOptions(use_threads=False)
+        table = pa.ipc.open_stream(pa.BufferReader(data), options=options).read_all()
+    if table.schema not in (index_schema(narrow=True), index_schema()):
         raise DatasetError(f"{where} has other columns than an index of this format.")
     return table
 

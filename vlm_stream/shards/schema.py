@@ -12,13 +12,18 @@ __all__ = ["index_schema"]
 
 
 @cache
-def index_schema(names: tuple[str, ...] | None = None) -> pa.Schema:
-    """Return the schema, or that of some columns (made on first use: pyarrow is not imported before it is needed).
+def index_schema(names: tuple[str, ...] | None = None, *, narrow: bool = False) -> pa.Schema:
+    """Return the schema (made on first use: pyarrow is not imported before it is needed).
 
     Names of members are few and come often: in memory they are numbers of a dictionary.
+
+    Args:
+        names: Only these columns.
+        narrow: With places of 32 bits, enough for shards below 2 GB.
     """
     import pyarrow as pa
 
+    place = pa.int32() if narrow else pa.int64()
     if names is not None:
         return pa.schema([index_schema().field(name) for name in names])
 
@@ -34,12 +39,12 @@ def index_schema(names: tuple[str, ...] | None = None) -> pa.Schema:
         ]
     )
     audio = pa.struct([("samples", pa.int64()), ("rate", pa.int32())])
-    member = pa.struct([("name", pa.dictionary(pa.int32(), pa.string())), ("offset", pa.int64()), ("size", pa.int64())])
+    member = pa.struct([("name", pa.dictionary(pa.int32(), pa.string())), ("offset", place), ("size", place)])
     return pa.schema(
         [
             ("key", pa.string()),
-            ("offset", pa.int64()),  # the sample's first tar header
-            ("size", pa.int64()),  # up to and with the padding of its last member
+            ("offset", place),  # the sample's first tar header
+            ("size", place),  # up to and with the padding of its last member
             ("crc32c", pa.uint32()),  # of that range
             ("text_tokens", pa.int32()),  # one for every media placeholder
             ("images", pa.list_(image)),

@@ -134,7 +134,8 @@ class OpenDatasets:
         if joint is not None:
             rows, _ = take_rows(joint.splits, np.asarray(shards))
             columns = joint.columns
-            return self._count(columns.take(rows), columns.offset[rows], columns.size[rows])
+            offset, size = (column[rows].astype(np.int64) for column in (columns.offset, columns.size))
+            return self._count(columns.take(rows), offset, size)
         indexes = self._open_indexes(source, shards)
         offset, size = (np.concatenate(parts) for parts in zip(*((i.offset, i.size) for i in indexes), strict=True))
         return self._count(join_columns([index.media for index in indexes]), offset, size)
