@@ -161,6 +161,15 @@ def test_places_are_narrow_where_shards_are_small(toy_meta, tmp_path, monkeypatc
     assert verify_dataset(str(tmp_path / "out")).problems == ()
 
 
+@pytest.mark.parametrize("row", [-1, 8])
+def test_a_shard_does_not_answer_for_its_neighbours(dataset, row):
+    store = open_store(str(dataset))
+    index = read_joint_index(store, load_manifest(store)).shard(1)
+    for look_up in (index.key, index.members, index.span):
+        with pytest.raises(IndexError, match=f"has 8 samples, and none at {row}"):
+            look_up(row)
+
+
 def test_no_shards_index_can_have_its_name():
     assert not JOINT.endswith(index_name(".tar"))
 

@@ -176,6 +176,8 @@ def test_rows_that_do_not_fit_the_conversation(dataset: Path) -> None:
         (lambda data: data | {"shards": data["shards"] | {"name": ["a"]}}, "lacks or misnames a field .*of one length"),
         (lambda data: data | {"shards": data["shards"] | {"size": []}}, r"lacks or misnames a field \('size'\)"),
         (lambda data: data | {"shards": []}, "lacks or misnames a field"),
+        (lambda data: data | {"shards": data["shards"] | {"images": None}}, "lacks or misnames a field .*of one len"),
+        (lambda data: data | {"shards": data["shards"] | {"name": "a.tar"}}, "lacks or misnames a field .*of one len"),
         (lambda data: {k: v for k, v in data.items() if k != "tokens"}, "lacks or misnames a field"),
         (lambda data: data | {"surprise": 1}, "lacks or misnames a field"),
         (lambda data: [data], "is not a manifest of this package"),

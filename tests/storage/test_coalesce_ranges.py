@@ -49,6 +49,11 @@ def test_most_of_a_shard_means_all_of_it():
     assert len(shapes(spans, max_gap_bytes=10, whole_shard_fraction=0.95)) == 2
 
 
+def test_nothing_wanted_costs_no_request_of_its_own_where_all_of_a_shard_is():
+    spans = [span(2, 0, shard_size=20), span(12, 0, shard_size=20), span(12, 8, shard_size=20)]
+    assert shapes(spans, whole_shard_fraction=0.3) == [("a.tar", 2, 18, (0, 1, 2))]
+
+
 def test_a_sample_that_is_wanted_twice_is_read_once():
     assert shapes([span(0, 100), span(0, 100)]) == [("a.tar", 0, 100, (0, 1))]
 

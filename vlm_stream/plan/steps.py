@@ -2,7 +2,7 @@
 
 Enters: a block of dealt units. Leaves: `Step`. A block is `horizon` steps dealt together. The state in the middle of
 a block is the place where the block began, the shape it was dealt for, and how much of it is done: enough to deal it
-again. Where units are dealt in the order of the stream, steps are only taken together because that is quicker: their
+again. Where single steps are dealt in the order of the stream, many are taken together because that is quicker: their
 states do not show it.
 """
 
@@ -110,8 +110,8 @@ def next_block(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows:
 
 
 def next_steps(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows: str) -> Block | None:
-    """Take the next block; where steps do not depend on each other, as many of them as are planned already."""
-    if deals_in_order(shape, balance, rows):
+    """Take the next block; where each step would be a block by itself, as many of them as are planned already."""
+    if balance.horizon == 1 and deals_in_order(shape, balance, rows):
         num_steps = min(_STEPS_AT_ONCE, queue.num_at_hand() // shape.units_per_step)
         if num_steps > 1:
             return _take(queue, shape, balance, rows, num_steps, is_cut=True)

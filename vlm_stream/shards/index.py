@@ -103,11 +103,17 @@ class ShardIndex:
 
     def key(self, row: int) -> str:
         """Return one sample's key."""
-        return self.places.key(self.first + row)
+        return self.places.key(self._place(row))
+
+    def _place(self, row: int) -> int:
+        """Return a row among the places, which may go on with those of other shards."""
+        if not 0 <= row < len(self.offset):
+            raise IndexError(f"{self.path} has {len(self.offset)} samples, and none at {row}")
+        return self.first + row
 
     def members(self, row: int) -> tuple[Member, ...]:
         """Return one sample's files, in tar order."""
-        return tuple(map(Member._make, self.places.members(self.first + row)))
+        return tuple(map(Member._make, self.places.members(self._place(row))))
 
     def sizes(self, row: int) -> MediaSizes:
         """Return the sizes of one sample's media; which frames it names itself is in its JSON alone."""
@@ -134,7 +140,7 @@ class ShardIndex:
 
     def span(self, row: int) -> Span:
         """Return where one sample's bytes lie."""
-        places, place = self.places, self.first + row
+        places, place = self.places, self._place(row)
         offset, size, crc = self.offset.item(row), self.size.item(row), places.crc32c[place]
         return Span(self.root, self.path, offset, size, crc, places.members(place), self.shard_size, self.etag)
 

@@ -30,6 +30,8 @@ __all__ = ["FORMAT_VERSION", "Manifest", "TokenCounting", "load_manifest", "save
 FORMAT_VERSION: Final = 3
 _HEAD: Final = '{{\n "crc32c": {},\n'
 """How the file begins: with the checksum of all that follows."""
+_SINGLE_VALUES: Final = {"name": (), "etag": (str, type(None)), "index_sha256": (str,)}
+"""Kinds of values that may stand for a whole column; of all other columns: numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,7 @@ def _dump(value: Any) -> str:
 
 def _is_as_written(text: str | bytes) -> bool:
     """Tell whether the text is one that `to_json` wrote, to the byte."""
-    data = text.encode() if isinstance(text, str) else text
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     begin = data.find(b",\n") + 2
     return data[:begin] == _HEAD.format(crc32c.crc32c(memoryview(data)[begin:])).encode()
 
@@ -158,7 +160,7 @@ def _parse(text: str | bytes, where: str) -> dict[str, Any]:
     if version == 1:
         _from_rows(data)
     if version in (1, 2):
-        data.pop("joint_index_sha256", None)  # of another kind
+        data.pop("joint_index_sha256", None)  # of a joint index of another kind, which is not asked for
     elif version != FORMAT_VERSION:
         raise DatasetError(
             f"{where} has format version {version}, this release reads versions up to {FORMAT_VERSION}: "
@@ -176,10 +178,13 @@ def _from_rows(data: dict[str, Any]) -> None:
         data["shards"] = {name: [row[name] for row in rows] for name in ShardList.of(()).columns()}
 
 
-def _columns(written: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the columns of the shards, where one value may stand for all of them."""
+def _columns(written: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of the shards, where one value may stand for all of them; what is neither is refused later."""
     num_shards = len(written["name"])
-    return {name: column if isinstance(column, list) else [column] * num_shards for name, column in written.items()}
+    return {
+        name: [column] * num_shards if type(column) in _SINGLE_VALUES.get(name, (int, float)) else column
+        for name, column in written.items()
+    }
 
 
 def load_manifest(store: Store) -> Manifest:

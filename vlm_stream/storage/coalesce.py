@@ -77,7 +77,9 @@ def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOption
         new_end = span_end if span_end > end else end
         num_new = new_end - (offset if offset > end else end)
         run = new_end - begin
-        if members and offset - end <= max_gap and run <= max_run and run <= max_amplification * (num_wanted + num_new):
+        # Not "<=": without a limit, nothing wanted so far makes it no number.
+        is_diluted = run > max_amplification * (num_wanted + num_new)
+        if members and offset - end <= max_gap and run <= max_run and not is_diluted:
             end, num_wanted = new_end, num_wanted + num_new
             members.append(position)
             continue

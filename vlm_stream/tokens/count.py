@@ -39,7 +39,7 @@ def count_tokens(columns: MediaColumns, geometry: Geometry) -> TokenColumns:
         Columns of n numbers.
     """
     num_rows = len(columns.text_tokens)
-    tokens = columns.text_tokens
+    tokens = columns.text_tokens.astype(np.int64)
     vision, patches = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
     squares = np.zeros(num_rows, np.float64)
     for count, splits in (
