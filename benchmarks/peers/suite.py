@@ -44,6 +44,7 @@ class Scale:
     ranks: tuple[int, ...]
     shards: tuple[int, ...]
     repeats: int
+    s3_turns: int = 1
     latencies: tuple[float, ...] = (0.0, 0.03)
 
     @classmethod
@@ -54,7 +55,16 @@ class Scale:
     @classmethod
     def full(cls) -> Scale:
         """What RESULTS.md holds."""
-        return cls("full", main=2000, encoded=240, shuffled=10_000, ranks=(8, 64), shards=(100, 1000), repeats=3)
+        return cls(
+            "full",
+            main=2000,
+            encoded=240,
+            shuffled=10_000,
+            ranks=(8, 64),
+            shards=(100, 1000),
+            repeats=3,
+            s3_turns=3,
+        )
 
 
 class Suite:
@@ -215,7 +225,7 @@ def bytes_s3(suite: Suite) -> Results:
     for latency in suite.scale.latencies:
         with suite.s3(folders, latency) as (environment, proxy):
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in suite.loaders}
-            for _ in range(suite.scale.repeats if suite.scale.name == "full" else 1):
+            for _ in range(suite.scale.s3_turns):
                 for name in suite.loaders:
                     proxy.reset()
                     where = f"s3://test-bucket/{name}"

@@ -8,11 +8,11 @@ EXPLANATIONS = [
     "- **1, bytes from disk.** LitData maps its files, copies samples out of the map and checks nothing. We read (a "
     "mapped file that is cut short while it is used kills the process, and shards are what people overwrite) into a "
     "few blocks that stay in the processor's cache, and check a crc32c of every sample: half of our time are the "
-    "bytes. Which of the two is ahead depends on the kernel's pages: LitData's turns of this run went from 9,700 to "
-    "18,400 samples/s while the kernel gathered the files into large pages (`FileHugePages` in /proc/meminfo), which "
-    "make a map cheap; ours stayed between 13,200 and 16,300. In a run of the two and WebDataset an hour earlier, with "
-    "files whose pages were small, we read 14,100 and LitData 11,100. WebDataset and Energon parse tar headers for "
-    "every member; HF decodes parquet pages.",
+    "bytes. Which of the two is ahead changes: LitData's turns of this run went from 9,700 to 18,400 samples/s, ours "
+    "stayed between 13,200 and 16,300. Meanwhile `FileHugePages` in /proc/meminfo rose to 2.2 GB, so maps of large "
+    "pages may be the reason, which was not tested. In a run before this one we read 14,100 and LitData 11,100, in one "
+    "behind it 11,900 and 10,700. WebDataset and Energon parse tar headers for every member; HF decodes parquet "
+    "pages.",
     "- **2, bytes from S3.** Neighbours are read by one request each way up to 16 MB, many at a time, and only what "
     "is wanted. WebDataset starts a command for each shard; MosaicML Streaming and LitData download whole shards "
     "first.",

@@ -122,7 +122,7 @@ def test_without_it_the_order_is_the_same_and_one_line_says_so(dataset, damage, 
     fact = "is missing" if damage == "gone" else "is not the one that the manifest describes"
     assert line == (
         f"{dataset}/{JOINT} {fact}. The indexes of its shards are read one by one instead, so the start takes longer; "
-        f"write it again with: vlm-stream index"
+        f"write it again with: vlm-stream recount --processor ... {dataset}"
     )
     (problem,) = verify_dataset(str(dataset)).problems
     assert (problem.kind, problem.shard) == ("wrong_joint_index", JOINT)

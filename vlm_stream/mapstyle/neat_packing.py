@@ -67,9 +67,7 @@ def neat_pack_dataset_vlm(
             f"leaves room for no document. Give an alignment of at least 1 and a larger pack."
         )
     if ds_raw is None:
-        half = min(_align(np.asarray([capacity // 2]), sequence_alignment)[0], capacity)
-        lengths = np.full(len(dataset), half, dtype=np.int64)
-        media = np.zeros(len(dataset), dtype=np.int64)
+        lengths, media = _half_packs(len(dataset), capacity, sequence_alignment)
     else:
         lengths, media = estimate_lengths(ds_raw, processor)
         lengths = _align(np.maximum(lengths - 1, 0), sequence_alignment)  # the shift takes one token
@@ -99,6 +97,12 @@ def neat_pack_dataset_vlm(
     )
     packed.visual_loads = visual_load(bins, media.tolist()).tolist()
     return packed
+
+
+def _half_packs(num_samples: int, capacity: int, alignment: int) -> tuple[Ints, Ints]:
+    """Return lengths and media of samples of which nothing is known: half a pack each, without media."""
+    half = min(_align(np.asarray([capacity // 2]), alignment)[0], capacity)
+    return np.full(num_samples, half, dtype=np.int64), np.zeros(num_samples, dtype=np.int64)
 
 
 def _align(lengths: Ints, alignment: int) -> Ints:

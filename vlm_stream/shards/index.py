@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -62,10 +62,10 @@ class ShardIndex:
 
     load_media: Callable[[], MediaColumns]
     """Returns the sizes of media and the counts of text."""
-    offset: npt.NDArray[np.int64]
-    """[n] First byte of the sample in the shard."""
-    size: npt.NDArray[np.int64]
-    """[n] Length of its byte range."""
+    offset: npt.NDArray[np.signedinteger[Any]]
+    """[n] First byte of the sample in the shard; of 32 bits where it comes from a joint index of small shards."""
+    size: npt.NDArray[np.signedinteger[Any]]
+    """[n] Length of its byte range; likewise."""
     load_places: Callable[[], SamplePlaces]
     """Returns where samples and their members lie."""
     first: int = 0

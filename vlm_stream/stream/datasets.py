@@ -210,8 +210,9 @@ class OpenDatasets:
                 self._joint[source] = None
                 logger.warning(
                     "%s The indexes of its shards are read one by one instead, so the start takes longer; "
-                    "write it again with: vlm-stream index",
+                    "write it again with: vlm-stream recount --processor ... %s",
                     error,
+                    self._sources[source].url,
                 )
         return self._joint.get(source)
 
