@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -86,23 +87,34 @@ def test_progress_renews_the_patience(s3_shards, proxy):
 @pytest.mark.parametrize("kind", ["stall", "slow", "reset"])
 def test_bad_connections(s3_shards, proxy, kind):
     proxy.faults = lambda number, _method, _path: (
-        Fault(kind, at=500, seconds=3 if kind == "stall" else 0.01) if number % 7 == 0 else None
+        Fault(kind, at=500, seconds=5 if kind == "stall" else 0.25) if number % 7 == 0 else None
     )
-    totals = read_all(s3_shards, alone(s3_shards), proxied(proxy, read_timeout_s=0.3))
+    totals = read_all(s3_shards, alone(s3_shards), proxied(proxy, read_timeout_s=1))
     assert totals.retries == 0 if kind == "slow" else totals.retries > 0
 
 
 def test_refused_connections_are_waited_out(s3_shards, proxy):
-    with SpanReader(
-        alone(s3_shards), store_options=proxied(proxy, retry={"max_backoff_s": 2, "backoff_s": 0.1})
-    ) as reader:
+    """Few samples are asked for ahead, so that most requests are still to be made when the server goes away."""
+    options = dataclasses.replace(alone(s3_shards), prefetch_bytes=20_000)
+    with SpanReader(options, store_options=proxied(proxy, retry={"max_backoff_s": 2, "backoff_s": 0.1})) as reader:
         stream = reader.read(s3_shards.order())
         next(stream)
-        with proxy.refusing():
-            time.sleep(0.3)
+        refusal = contextlib.ExitStack()
+        refusal.enter_context(proxy.refusing())
+        server_returns = threading.Thread(target=close_after_a_retry, args=(refusal, reader))
+        server_returns.start()
         for tag, result in stream:
             s3_shards.assert_equal(tag, result)
+        server_returns.join()
         assert reader.metrics.retries > 0
+
+
+def close_after_a_retry(refusal: contextlib.ExitStack, reader: SpanReader) -> None:
+    deadline = time.monotonic() + 20
+    while reader.metrics.retries == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    refusal.close()
 
 
 def test_flipped_byte_on_the_way_is_read_again(s3_shards, proxy):
