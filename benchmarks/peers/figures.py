@@ -49,25 +49,60 @@ def read_bytes(loader: Loader, job: Job) -> Numbers:
     if job["where"].startswith("s3://") and "s3" in loader.cannot:
         return {"cannot": loader.cannot["s3"]}
     _import(loader, job)
-    begin, cpu = time.perf_counter(), time.process_time()
     samples = num_bytes = 0
-    ends = []
-    for _ in range(job.get("passes", 1)):
-        for batch in loader.open(_opening(job)):
-            samples += len(batch)
-            for sample in batch:
-                for name, content in sample.items():
-                    if name != "__key__":
-                        num_bytes += len(content)
-                        sum(bytes(content[::4096]))
-        ends.append(time.perf_counter() - begin)
-    return {
+
+    def use(sample: dict[str, Any]) -> None:
+        nonlocal samples, num_bytes
+        samples += 1
+        for name, content in sample.items():
+            if name != "__key__":
+                num_bytes += len(content)
+                sum(bytes(content[::4096]))
+
+    cpu = time.process_time()
+    ends = _time_passes(loader, job, use)
+    found = {
         "samples": samples,
         "bytes": num_bytes,
         "seconds": ends[-1],
         "first": samples / len(ends) / ends[0],
         "cpu": time.process_time() - cpu,
     }
+    return found | (_read_checked(loader, job, use) if job.get("checked") else {})
+
+
+def _time_passes(loader: Loader, job: Job, use: Callable[[dict[str, Any]], None]) -> list[float]:
+    """Use every sample, pass by pass; return the seconds after each pass."""
+    begin = time.perf_counter()
+    ends = []
+    for _ in range(job.get("passes", 1)):
+        for batch in loader.open(_opening(job)):
+            for sample in batch:
+                use(sample)
+        ends.append(time.perf_counter() - begin)
+    return ends
+
+
+def _read_checked(loader: Loader, job: Job, use: Callable[[dict[str, Any]], None]) -> Numbers:
+    """1. The same work for all: no byte is used that was not compared with a checksum, by the loader or behind it."""
+    import crc32c
+
+    expected: dict[str, dict[str, int]] = {}
+    wrong: list[str] = []
+
+    def learn(sample: dict[str, Any]) -> None:
+        sums = {name: crc32c.crc32c(content) for name, content in sample.items() if name != "__key__"}
+        expected[sample["__key__"]] = sums
+
+    def check_and_use(sample: dict[str, Any]) -> None:
+        for name, checksum in expected[sample["__key__"]].items():
+            if crc32c.crc32c(sample[name]) != checksum:
+                wrong.append(sample["__key__"])
+        use(sample)
+
+    _time_passes(loader, job | {"passes": 1}, learn)
+    ends = _time_passes(loader, job, use if loader.checks_bytes else check_and_use)
+    return {"checked": len(expected) * len(ends) / ends[-1], "wrong": len(wrong)}
 
 
 def end_to_end(loader: Loader, job: Job) -> Numbers:

@@ -119,6 +119,7 @@ def _write_rows(found: Results) -> Iterable[Row]:
 def _bytes_rows(found: Results) -> Iterable[Row]:
     yield "1 bytes only, local disk, samples/s", _rates(found, lambda run: run["samples"] / run["seconds"])
     yield "1 the same, only the first pass of each process", _rates(found, lambda run: run["first"])
+    yield "1 the same, every byte compared with a checksum", _rates(found, lambda run: run["checked"])
 
 
 def _s3_rows(found: Results) -> Iterable[Row]:

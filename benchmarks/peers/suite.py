@@ -214,7 +214,7 @@ def bytes_local(suite: Suite) -> Results:
     for path in (path for folder in folders.values() for path in Path(folder).rglob("*") if path.is_file()):
         path.read_bytes()  # all from the page cache, the first turn too
     # More often and longer than once: that takes a fraction of a second, in which a machine's noise counts most.
-    return suite.in_turns("read_bytes", times=2, where=folders.get, warm=folders.get, passes=4)
+    return suite.in_turns("read_bytes", times=2, where=folders.get, warm=folders.get, passes=4, checked=True)
 
 
 def bytes_s3(suite: Suite) -> Results:
@@ -312,8 +312,9 @@ def _stop_and_go_on(suite: Suite, name: str, common: dict[str, Any], share: floa
 def _continuity(row: dict[str, Any], total: int, overhead: float) -> dict[str, Any]:
     """Replace lists of keys by what they say: how many samples of the epoch never came, how many came again.
 
-    What a whole epoch reads for each byte that it delivers (headers, indexes) is no re-reading. Files that are mapped
-    are not read in a way that is counted.
+    What a whole epoch reads for each byte that it delivers (headers, indexes) is no re-reading; nor is what is left
+    when that is less than a sample, because an index is read as a whole however little of the epoch is left. Files
+    that are mapped are not read in a way that is counted.
     """
     if "before" not in row or "delivered" not in row:
         return {name: value for name, value in row.items() if name not in ("keys", "before")}
@@ -322,7 +323,7 @@ def _continuity(row: dict[str, Any], total: int, overhead: float) -> dict[str, A
     return row | {
         "lost": total - len({*before, *after}),
         "repeated": len(before) + len(after) - len({*before, *after}),
-        "reread": max(0, round((row["read"] - row["delivered"] * overhead) / mean)) if overhead >= 1 else None,
+        "reread": max(0, int((row["read"] - row["delivered"] * overhead) / mean)) if overhead >= 1 else None,
     }
 
 

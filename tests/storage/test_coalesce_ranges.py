@@ -95,3 +95,18 @@ def test_no_gap_larger_than_allowed_is_read(spans, max_gap):
         for each in sorted((spans[p] for p in request.spans), key=lambda s: s.offset):
             assert each.offset - end <= max_gap
             end = max(end, each.offset + each.size)
+
+
+@given(spans_of_shards)
+def test_of_local_files_not_a_byte_is_read_that_nobody_wants(spans):
+    options = ReadOptions(whole_shard_fraction=0.01)
+    for request in plan_requests(spans, options, {span.root for span in spans}):
+        covered = {byte for p in request.spans for byte in range(spans[p].offset, spans[p].offset + spans[p].size)}
+        assert request.size == len(covered)
+
+
+def test_neighbours_in_local_files_are_read_together_as_far_as_they_stay_warm():
+    spans = [span(number << 20, 1 << 20) for number in range(5)]
+    assert [r.spans for r in plan_requests(spans, ReadOptions(), {spans[0].root})] == [(0, 1), (2, 3), (4,)]
+    large = [span(0, 3 << 20), span(3 << 20, 100)]
+    assert [r.size for r in plan_requests(large, ReadOptions(), {large[0].root})] == [3 << 20, 100]

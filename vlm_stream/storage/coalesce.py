@@ -3,8 +3,8 @@
     spans of one shard, by offset      [a]  [b]        [c][d]
     gaps <= max_gap are read over      [a---b]         [cd]        one request each, unless too much of it is gap
     nothing larger than max_request    a longer run is cut between spans, a longer span into equal parts
-    less at once where it is local     runs are cut sooner, spans are not
     most of the shard wanted           every gap is read over
+    local files                        no gap is read over, and runs are cut sooner (spans are not)
 
 Requests come out in the order in which their first span is needed.
 """
@@ -12,15 +12,18 @@ Requests come out in the order in which their first span is needed.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
     from vlm_stream.storage.options import ReadOptions
     from vlm_stream.storage.values import Span
 
 __all__ = ["RangeRequest", "plan_requests"]
+
+_WARM_BYTES: Final = 2 * 1024 * 1024
+"""As much of a local file stays in the processor's cache until its samples have been looked at."""
 
 
 class RangeRequest(NamedTuple):
@@ -36,31 +39,43 @@ class RangeRequest(NamedTuple):
     etag: str | None = None
 
 
-def plan_requests(
-    spans: Sequence[Span], options: ReadOptions, run_limits: Mapping[str, int] | None = None
-) -> list[RangeRequest]:
+class _Limits(NamedTuple):
+    """How far the spans of one shard are merged."""
+
+    max_run: int
+    """Bytes."""
+    max_gap: float
+    """Bytes that nobody wants, between two that somebody does."""
+    max_amplification: float
+    """Bytes read per byte wanted."""
+
+
+def plan_requests(spans: Sequence[Span], options: ReadOptions, local_roots: Collection[str] = ()) -> list[RangeRequest]:
     """Cover every span by requests; a span larger than a request is covered by several, in offset order.
 
     Args:
         spans: What is wanted.
         options: How to merge.
-        run_limits: For some roots the most bytes that are merged, where that is less than `max_request_bytes`.
+        local_roots: Those of the spans' roots that are folders. A request to them takes no longer than to copy what
+            lies in a gap.
     """
     by_shard: dict[tuple[object, ...], list[int]] = {}
     for position, (root, path, _, _, _, _, shard_size, etag) in enumerate(spans):
         by_shard.setdefault((root, path, shard_size, etag), []).append(position)
     requests: list[RangeRequest] = []
     for positions in by_shard.values():
-        limit = (run_limits or {}).get(spans[positions[0]].root, options.max_request_bytes)
-        requests += _plan_shard(spans, positions, options, min(limit, options.max_request_bytes))
+        is_local = spans[positions[0]].root in local_roots
+        requests += _plan_shard(spans, positions, options, _limits(spans, positions, options, is_local=is_local))
     requests.sort(key=lambda request: (min(request.spans), request.offset))
     return requests
 
 
-def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOptions, max_run: int) -> list[RangeRequest]:
+def _plan_shard(
+    spans: Sequence[Span], positions: list[int], options: ReadOptions, limits: _Limits
+) -> list[RangeRequest]:
     """Merge the spans of one shard along their offsets."""
     first = spans[positions[0]]
-    max_gap, max_amplification = _merge_limits(spans, positions, options)
+    max_run, max_gap, max_amplification = limits
     requests: list[RangeRequest] = []
     begin = end = num_wanted = 0
     members: list[int] = []
@@ -92,14 +107,15 @@ def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOption
     return requests
 
 
-def _merge_limits(spans: Sequence[Span], positions: list[int], options: ReadOptions) -> tuple[float, float]:
-    """Return the largest gap that is read over, and the most bytes read per byte wanted, for this shard."""
+def _limits(spans: Sequence[Span], positions: list[int], options: ReadOptions, *, is_local: bool) -> _Limits:
+    if is_local:
+        return _Limits(min(_WARM_BYTES, options.max_request_bytes), 0, float("inf"))
     shard_size = spans[positions[0]].shard_size
     if shard_size:
         wanted = {spans[p].offset: spans[p].size for p in positions}
         if sum(wanted.values()) >= options.whole_shard_fraction * shard_size:
-            return float("inf"), float("inf")
-    return options.max_gap_bytes, options.max_amplification
+            return _Limits(options.max_request_bytes, float("inf"), float("inf"))
+    return _Limits(options.max_request_bytes, options.max_gap_bytes, options.max_amplification)
 
 
 def _parts(span: Span, position: int, max_bytes: int) -> list[RangeRequest]:

@@ -31,7 +31,6 @@ __all__ = ["Engine"]
 
 _FILE_THREADS = 8
 _CACHED_BYTES = 1024 * 1024
-_WARM_BYTES = 2 * 1024 * 1024
 _NAME = "vlm-stream-read"
 
 
@@ -80,9 +79,9 @@ class Engine:
             return self._cached.submit(self._fetch_cached, self._downloads, source, request)
         return self._network.submit(self._fetch_remote, source, request)
 
-    def run_limits(self, roots: Iterable[str]) -> dict[str, int]:
-        """Return how much is merged at most into one request to some roots: of local files as much as stays warm."""
-        return {root: _WARM_BYTES for root in roots if isinstance(self._store(root), LocalStore)}
+    def local_roots(self, roots: Iterable[str]) -> set[str]:
+        """Return those of some roots that are folders."""
+        return {root for root in roots if isinstance(self._store(root), LocalStore)}
 
     def read_now(self, request: RangeRequest) -> Fetched:
         """Read in the caller's thread."""

@@ -100,13 +100,13 @@ class ReadOptions:
     max_inflight: int = 32
     """Requests at a time; throttling lowers the number for a while."""
     max_gap_bytes: int = 256 * KB
-    """Ranges of one shard this close are read by one request; the gap is thrown away."""
+    """Ranges of one remote shard this close are read by one request; the gap is thrown away."""
     max_amplification: float = 1.5
     """A merged request reads no more bytes than this per byte wanted: small samples far apart are read one by one."""
     max_request_bytes: int = 16 * MB
     """No request is larger; a larger sample is read in parts."""
     whole_shard_fraction: float = 0.9
-    """When this much of a shard is wanted at once, all of it is read, in parts, whatever the gaps."""
+    """When this much of a remote shard is wanted at once, all of it is read, in parts, whatever the gaps."""
     missing_is_bad: bool = False
     """Samples of a shard that is not there are bad samples. Otherwise a missing shard ends the reading."""
     hedge_after_s: float | None = None

@@ -154,7 +154,7 @@ class ReadAhead(Generic[T]):
         self._exhausted = not batch
         engine = self._engine()
         spans = [waiting.span for waiting in batch]
-        for request in plan_requests(spans, self._options, engine.run_limits({span.root for span in spans})):
+        for request in plan_requests(spans, self._options, engine.local_roots({span.root for span in spans})):
             users = [batch[position] for position in request.spans]
             flight = _Flight(request, engine.submit(request), users)
             self._in_memory &= flight.future is None

@@ -71,6 +71,8 @@ class Loader(ABC):
     cannot: ClassVar[dict[str, str]] = {}
     """What it has no way to do, with the reason in a line: keys `s3`, `state`, `world` (resume with another one),
     `packing`, `shuffle`, `damage_header`."""
+    checks_bytes: ClassVar[bool] = False
+    """Whether it compares what it reads with checksums of its own."""
     files: ClassVar[str] = "*.tar"
     """Which of its files hold samples, for the figures that damage one."""
 

@@ -22,6 +22,7 @@ class OurLoader(Loader):
 
     name = "vlm_stream"
     package = "vlm_stream"
+    checks_bytes = True
     processor: str | None = None
     """Where a processor was saved that text is counted with; None: bytes are all that will be asked for."""
 
