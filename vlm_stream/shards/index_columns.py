@@ -164,8 +164,11 @@ class PlanColumns:
 def _take(
     ragged: tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]], rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
-    entries, splits = take_rows(ragged[0], rows)
-    return splits, {name: column[entries] for name, column in ragged[1].items()}
+    splits, columns = ragged
+    if not splits[-1]:  # most data lacks at least one kind of media
+        return np.zeros(len(rows) + 1, dtype=np.int64), columns
+    entries, taken = take_rows(splits, rows)
+    return taken, {name: column[entries] for name, column in columns.items()}
 
 
 def _plain(column: pa.ChunkedArray) -> pa.Array:

@@ -64,7 +64,7 @@ class JointIndex:
 
     def shard(self, number: int) -> ShardIndex:
         """Return the index of one shard."""
-        path, num_bytes, etag = (self._shards.column(name)[number] for name in ("name", "bytes", "etag"))
+        shards = self._shards
         begin, end = self.splits[number : number + 2].tolist()
         return ShardIndex(
             load_media=lambda: self.columns.take(np.arange(begin, end)),
@@ -73,9 +73,9 @@ class JointIndex:
             load_places=lambda: self._places,
             first=begin,
             root=self._root,
-            path=path,
-            shard_size=num_bytes,
-            etag=etag,
+            path=shards.column("name")[number],
+            shard_size=shards.column("bytes")[number],
+            etag=shards.column("etag")[number],
         )
 
     @cached_property

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
 
 __all__ = ["ReadMetrics", "ReadTotals"]
 
@@ -52,13 +52,16 @@ class ReadTotals:
         }
 
 
+_COUNTERS: Final = tuple(field.name for field in fields(ReadTotals))
+
+
 class ReadMetrics:
     """Adds up from several threads."""
 
     def __init__(self) -> None:
         """Start at zero."""
         self._lock = threading.Lock()
-        self._counts: dict[str, Any] = dict.fromkeys(asdict(ReadTotals()), 0)
+        self._counts: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
 
     def add(self, **amounts: float) -> None:
         """Raise counters by name."""

@@ -56,14 +56,15 @@ def open_planner(
 
 
 def _stored_geometry(opened: Sequence[tuple[Store, Manifest]]) -> Geometry:
-    found: dict[str, Geometry] = {}
+    found: list[Geometry] = []
     for _, manifest in opened:
         stored = manifest.tokens.geometry
         geometry = Geometry.from_json(stored) if stored else Geometry.unknown()
-        found.setdefault(geometry.digest(), geometry)
+        if geometry not in found:
+            found.append(geometry)
     if len(found) > 1:
         raise ConfigError(
-            f"the sources were counted for different processors ({', '.join(g.family for g in found.values())}), so "
+            f"the sources were counted for different processors ({', '.join(g.family for g in found)}), so "
             f"their lengths do not compare; name the one that trains with --processor"
         )
-    return next(iter(found.values()))
+    return found[0]
