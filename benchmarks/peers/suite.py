@@ -58,7 +58,7 @@ class Scale:
         return cls(
             "full",
             main=2000,
-            encoded=240,
+            encoded=480,
             shuffled=10_000,
             ranks=(8, 64),
             shards=(100, 1000),
