@@ -8,11 +8,11 @@ EXPLANATIONS = [
     "- **1, bytes from disk.** LitData maps its files, copies samples out of the map and checks nothing. We read (a "
     "mapped file that is cut short while it is used kills the process, and shards are what people overwrite) into a "
     "few blocks that stay in the processor's cache, and compare every sample with its crc32c. As they are, the two are "
-    "about level: here LitData is ahead by 6 %, in another run of the same day we were by 11 %. Where the comparison "
-    "is added behind loaders that have none, we are ahead by 10 % here, and by 34 % in that other run. To read and sum "
-    "478 MB takes 60 of our 140 ms: the sum runs at the processor's limit (24 GB/s, the same in three libraries), a "
-    "map that is summed where it lies takes 48 ms, and a thread that reads ahead gained nothing under the interpreter "
-    "lock. WebDataset and Energon parse tar headers for every member; HF decodes parquet pages.",
+    "about level: here LitData is ahead by 6 %, in a run of these two alone on the same day we were by 11 %. Where "
+    "the comparison is added behind loaders that have none, we are ahead by 10 % here, and by 34 % in that other run. "
+    "To read and sum 478 MB takes 60 of our 140 ms: the sum runs at the processor's limit (24 GB/s, the same in three "
+    "libraries), a map that is summed where it lies takes 48 ms, and a thread that reads ahead gained nothing under "
+    "the interpreter lock. WebDataset and Energon parse tar headers for every member; HF decodes parquet pages.",
     "- **2, bytes from S3.** Neighbours are read by one request each way up to 16 MB, many at a time, and only what "
     "is wanted. WebDataset starts a command for each shard; MosaicML Streaming and LitData download whole shards "
     "first.",
