@@ -20,7 +20,7 @@ from vlm_stream.plan import (
     PlanConfig,
     StepShape,
 )
-from vlm_stream.plan import steps as steps_module
+from vlm_stream.plan import planner as planner_module
 
 MODES = [
     PackConfig(pack_size=8192),
@@ -131,14 +131,14 @@ def test_any_chain_of_worlds_delivers_everything_once(make, mode, chain, balance
 @given(mode=modes, shape=shapes, barrier=st.sampled_from(["step", "none"]), stop=stops, flush=st.booleans())
 def test_steps_that_are_taken_together_are_those_taken_one_by_one(make, mode, shape, barrier, stop, flush):
     def walk(num_at_once):
-        with patch.object(steps_module, "_STEPS_AT_ONCE", num_at_once):
+        with patch.object(planner_module, "_MAX_STEPS", num_at_once):
             plan = plan_of(make, mode, balance=BalanceConfig(barrier=barrier), stop=stop, epochs=2, flush=flush)
             for step in plan.steps(shape):
                 micros = range(step.micro_begin, shape.micro_batches)
                 states = [step.state_after(micro) for micro in micros]
                 yield step.index, step.epoch, make.rows(step), step.dropped, states
 
-    assert list(walk(16)) == list(walk(1))
+    assert list(walk(64)) == list(walk(1))
 
 
 @settings(max_examples=30, deadline=None)

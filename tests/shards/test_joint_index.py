@@ -64,6 +64,12 @@ def assert_same(folder: Path) -> None:
             assert cut.key(row) == single.key(row)
             assert cut.sizes(row) == single.sizes(row)
         assert cut.totals(5) == single.totals(5)
+    sizes = manifest.shards.column("samples")
+    places = np.array([(shard, row) for shard, size in enumerate(sizes) for row in range(size)])
+    np.random.default_rng(0).shuffle(places)
+    some = [(joint.shard(shard), row) for shard, row in places.tolist()]
+    assert joint.spans(*places.T) == [index.span(row) for index, row in some]
+    assert joint.names(*places.T) == [(index.path, index.key(row)) for index, row in some]
 
 
 def keys_of(folder: Path) -> list[str]:

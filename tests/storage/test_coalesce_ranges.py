@@ -106,7 +106,7 @@ def test_of_local_files_not_a_byte_is_read_that_nobody_wants(spans):
 
 
 def test_neighbours_in_local_files_are_read_together_as_far_as_they_stay_warm():
-    spans = [span(number << 20, 1 << 20) for number in range(5)]
-    assert [r.spans for r in plan_requests(spans, ReadOptions(), {spans[0].root})] == [(0, 1), (2, 3), (4,)]
-    large = [span(0, 3 << 20), span(3 << 20, 100)]
-    assert [r.size for r in plan_requests(large, ReadOptions(), {large[0].root})] == [3 << 20, 100]
+    spans = [span(number << 20, 1 << 20) for number in range(9)]
+    assert [r.spans for r in plan_requests(spans, ReadOptions(), {spans[0].root})] == [(0, 1, 2, 3), (4, 5, 6, 7), (8,)]
+    large = [span(0, 5 << 20), span(5 << 20, 100)]
+    assert [r.size for r in plan_requests(large, ReadOptions(), {large[0].root})] == [5 << 20, 100]

@@ -8,7 +8,7 @@ that talk.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     Flags = npt.NDArray[np.bool_]
 
 __all__ = ["Planner"]
+
+_MAX_STEPS: Final = 64
+"""That are taken together where they are dealt in the order of the stream."""
 
 
 class Planner:
@@ -128,7 +131,9 @@ class _Run:
     def steps(self, wanted: Callable[[int, Block], bool] | None = None) -> Iterator[Step]:
         config = self.planner.config
         yield from self.finish_partial()
-        while (block := next_steps(self.queue, self.shape, config.balance, config.rows)) is not None:
+        max_steps = 1  # else the first would wait for those behind it
+        while (block := next_steps(self.queue, self.shape, config.balance, config.rows, max_steps)) is not None:
+            max_steps = min(4 * max_steps, _MAX_STEPS)
             if wanted is None or wanted(self.progress.steps, block):
                 yield from self.deal(block)
             else:

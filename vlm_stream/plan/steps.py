@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from vlm_stream.plan.deal import deal, deals_in_order
 from vlm_stream.plan.queue import Place
 from vlm_stream.plan.values import Ref, Unit
 from vlm_stream.ragged import take_rows
+from vlm_stream.tuples import make_tuples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from vlm_stream.plan.window import Window
 
 __all__ = ["Block", "Partial", "Progress", "Step", "next_block", "next_steps", "units_at"]
-
-_STEPS_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +108,10 @@ def next_block(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows:
     return _take(queue, shape, balance, rows, balance.horizon)
 
 
-def next_steps(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows: str) -> Block | None:
-    """Take the next block; where each step would be a block by itself, as many of them as are planned already."""
+def next_steps(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, rows: str, max_steps: int) -> Block | None:
+    """Take the next block; where each step would be one by itself, those that are planned already, up to a limit."""
     if balance.horizon == 1 and deals_in_order(shape, balance, rows):
-        num_steps = min(_STEPS_AT_ONCE, queue.num_at_hand() // shape.units_per_step)
+        num_steps = min(max_steps, queue.num_at_hand() // shape.units_per_step)
         if num_steps > 1:
             return _take(queue, shape, balance, rows, num_steps, is_cut=True)
     return next_block(queue, shape, balance, rows)
@@ -156,9 +155,9 @@ def refs_at(table: UnitTable, numbers: npt.NDArray[np.int64]) -> list[tuple[Ref,
 
 def _refs_of(window: Window, units: npt.NDArray[np.int64]) -> list[tuple[Ref, ...]]:
     if window.num_units == len(window.samples):  # each is a single sample
-        return list(zip(map(Ref._make, window.samples.refs[units].tolist()), strict=True))
+        return list(zip(make_tuples(Ref, window.samples.refs[units].tolist()), strict=True))
     samples, splits = take_rows(window.splits, units)
-    refs = tuple(map(Ref._make, window.samples.refs[samples].tolist()))
+    refs = tuple(make_tuples(Ref, window.samples.refs[samples].tolist()))
     return [refs[begin:end] for begin, end in itertools.pairwise(splits.tolist())]
 
 

@@ -6,6 +6,7 @@ with all of them and fetches from few.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -72,6 +73,19 @@ class SamplePlaces:
         names, (name, offset, size) = self._names, self._members
         places = range(self._splits[row], self._splits[row + 1])
         return tuple([(names[name[place]], offset[place], size[place]) for place in places])
+
+    def keys_of(self, rows: npt.NDArray[np.int64]) -> list[str]:
+        """Return what samples are called, sooner than one by one."""
+        splits, data = np.asarray(self._key_splits), self._key_bytes
+        ranges = zip(splits[rows].tolist(), splits[rows + 1].tolist(), strict=True)
+        return [str(data[begin:end], "utf-8") for begin, end in ranges]
+
+    def members_of(self, rows: npt.NDArray[np.int64]) -> list[tuple[tuple[str, int, int], ...]]:
+        """Return the files of samples, sooner than one by one."""
+        places, splits = take_rows(np.asarray(self._splits), rows)
+        name, offset, size = (np.asarray(column)[places].tolist() for column in self._members)
+        members = tuple(zip(map(self._names.__getitem__, name), offset, size, strict=True))
+        return [members[begin:end] for begin, end in itertools.pairwise(splits.tolist())]
 
 
 def read_table(data: bytes, where: str, names: tuple[str, ...] | None = None) -> pa.Table:

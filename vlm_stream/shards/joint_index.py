@@ -14,7 +14,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Final
 
 import crc32c
 import numpy as np
@@ -24,13 +25,19 @@ from vlm_stream.shards.index import ShardIndex, check_index, fetch_index
 from vlm_stream.shards.index_columns import MEDIA, PlanColumns, SamplePlaces, read_table, telling
 from vlm_stream.shards.layout import JOINT_INDEX
 from vlm_stream.shards.schema import index_schema
+from vlm_stream.storage.values import Span
+from vlm_stream.tuples import make_tuples
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
     import pyarrow as pa
 
     from vlm_stream.shards.manifest import Manifest
     from vlm_stream.storage import Store
+
+    Ints = npt.NDArray[np.int64]
 
 __all__ = ["JointIndex", "check_joint_index", "read_joint_index", "with_joint_index"]
 
@@ -77,6 +84,22 @@ class JointIndex:
             shard_size=shards.column("bytes")[number],
             etag=shards.column("etag")[number],
         )
+
+    def spans(self, shards: Ints, rows: Ints) -> list[Span]:
+        """Return where samples lie, sooner than one by one."""
+        at = self.splits[shards] + rows
+        offset, size = self.columns.offset[at].tolist(), self.columns.size[at].tolist()
+        crc, members = np.asarray(self._places.crc32c)[at].tolist(), self._places.members_of(at)
+        path, num_bytes, etag = (self._of_shards(name, shards) for name in ("name", "bytes", "etag"))
+        fields = zip(repeat(self._root), path, offset, size, crc, members, num_bytes, etag, strict=False)
+        return make_tuples(Span, fields)
+
+    def names(self, shards: Ints, rows: Ints) -> list[tuple[str, str]]:
+        """Return shard and key of samples."""
+        return list(zip(self._of_shards("name", shards), self._places.keys_of(self.splits[shards] + rows), strict=True))
+
+    def _of_shards(self, column: str, shards: Ints) -> Iterator[Any]:
+        return map(self._shards.column(column).__getitem__, shards.tolist())
 
     @cached_property
     def _places(self) -> SamplePlaces:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RangeRequest", "plan_requests"]
 
-_WARM_BYTES: Final = 2 * 1024 * 1024
+_WARM_BYTES: Final = 4 * 1024 * 1024
 """As much of a local file stays in the processor's cache until its samples have been looked at."""
 
 

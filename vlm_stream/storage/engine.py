@@ -72,7 +72,6 @@ class Engine:
         source = self._sources[request.root]
         if source is None:
             if isinstance(store, LocalStore) and store.is_resident(request.path, request.offset, request.size):
-                self.metrics.add(requests=1)
                 return None
             return self._files.submit(self._fetch_file, store, request)
         if self._downloads is not None:
@@ -85,9 +84,7 @@ class Engine:
 
     def read_now(self, request: RangeRequest) -> Fetched:
         """Read in the caller's thread."""
-        fetched = self._store(request.root).fetch(request.path, request.offset, request.size)
-        self.metrics.add(bytes_read=len(fetched.data))
-        return fetched
+        return self._fetch_file(self._store(request.root), request)
 
     def read_again(self, span: Span) -> Fetched:
         """Read a span whose bytes were found wrong: past the cache, which loses the shard."""

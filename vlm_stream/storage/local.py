@@ -93,8 +93,9 @@ class LocalStore:
         if not hasattr(os, "RWF_NOWAIT") or size == 0:
             return False
         try:
-            file, one = self._open(path), bytearray(1)
-            return all(os.preadv(file.descriptor, [one], at, os.RWF_NOWAIT) for at in (offset, offset + size - 1))
+            file, one = self._open(path), [bytearray(1)]
+            first = os.preadv(file.descriptor, one, offset, os.RWF_NOWAIT)
+            return bool(first and os.preadv(file.descriptor, one, offset + size - 1, os.RWF_NOWAIT))
         except OSError:
             return False
 
@@ -152,10 +153,12 @@ class LocalStore:
         file = self._open_files.get(path)
         if file is None:
             file = self._open_files[path] = _OpenFile(join_url(self._folder, check_path(self._folder, path)))
-        with contextlib.suppress(KeyError):
+        try:
             self._open_files.move_to_end(path)
             if len(self._open_files) > _MAX_OPEN_FILES:
                 self._open_files.popitem(last=False)
+        except KeyError:
+            pass
         return file
 
 

@@ -2,9 +2,9 @@
 
 Spans are pulled in batches, as many as fit in `prefetch_bytes`; each batch is merged into requests (`coalesce.py`),
 which run in the background while earlier samples are used. The first batch is small and the next ones are larger and
-larger, so that the first samples neither wait nor compete for what is needed later. Spans that are used together come
-as a group and leave as one; a group may be larger than what is read ahead. It must not know tars or plans: a span says
-where its members lie, and a tag is handed back untouched.
+larger, so that the first samples neither wait nor compete for what is needed later. What need not travel is read when
+it is due. Spans that are used together come as a group and leave as one; a group may be larger than what is read ahead.
+It must not know tars or plans: a span says where its members lie, and a tag is handed back untouched.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ __all__ = ["ReadAhead", "SpanResult"]
 T = TypeVar("T")
 _FIRST_SAMPLES = 16
 _GROWTH = 4
+_ENOUGH_BYTES = 1024 * 1024
 SpanResult = Union["Mapping[str, memoryview]", BadSampleError]
 
 
@@ -85,6 +86,8 @@ class ReadAhead(Generic[T]):
         self._groups: deque[tuple[T, int]] = deque()
         """Tags of the groups that were pulled, with their spans that are still to be handed out."""
         self._spans = self._flatten(groups)
+        self._num_begun = 0
+        """Spans of those groups that are still to be pulled."""
         self._queue: deque[_Waiting] = deque()
         self._num_ahead = 0
         self._max_samples = _FIRST_SAMPLES // _GROWTH
@@ -133,6 +136,7 @@ class ReadAhead(Generic[T]):
     def _flatten(self, groups: Iterable[tuple[T, Sequence[Span]]]) -> Generator[Span, None, None]:
         for tag, spans in groups:
             self._groups.append((tag, len(spans)))
+            self._num_begun += len(spans)
             yield from spans
 
     def _is_low(self) -> bool:
@@ -144,12 +148,16 @@ class ReadAhead(Generic[T]):
     def _refill(self) -> None:
         """Pull spans until they hold what may still be read ahead, at least one, and start their requests."""
         self._max_samples = min(_GROWTH * self._max_samples, self._options.prefetch_samples)
-        num_bytes = self._options.prefetch_bytes - self._num_ahead
+        max_bytes = self._options.prefetch_bytes - self._num_ahead
+        num_bytes = 0
         batch: list[_Waiting] = []
         for span in islice(self._spans, max(1, self._max_samples - len(self._queue))):
             batch.append(_Waiting(span))
-            num_bytes -= span.size
-            if num_bytes <= 0:
+            self._num_begun -= 1
+            num_bytes += span.size
+            # Of what lies in memory no more than goes together: then its memory is let go of together, and what is
+            # read next is written where the processor's cache still is.
+            if num_bytes >= max_bytes or (self._in_memory and not self._num_begun and num_bytes >= _ENOUGH_BYTES):
                 break
         self._exhausted = not batch
         engine = self._engine()

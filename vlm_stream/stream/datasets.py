@@ -6,6 +6,7 @@ plan, spans for the reader. Indexes are read when the plan first needs a shard a
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -168,6 +169,11 @@ class OpenDatasets:
         """Return where the bytes of a sample lie."""
         return self._index(ref.source, ref.shard).span(ref.row)
 
+    def spans(self, refs: Sequence[Ref]) -> list[Span]:
+        """Return where the bytes of samples lie."""
+        joint = self._joint_of(refs)
+        return list(map(self.span, refs)) if joint is None else joint.spans(*_shards_and_rows(refs))
+
     def text_span(self, ref: Ref) -> Span:
         """Return where the text of a sample lies."""
         member = self.manifests[ref.source].fields.text_member
@@ -182,6 +188,14 @@ class OpenDatasets:
         """Return source, shard and key: how people name a sample."""
         index = self._index(ref.source, ref.shard)
         return self._sources[ref.source].name, index.path, index.key(ref.row)
+
+    def names(self, refs: Sequence[Ref]) -> list[tuple[str, str, str]]:
+        """Return how people name samples."""
+        joint = self._joint_of(refs)
+        if joint is None:
+            return list(map(self.name, refs))
+        source = self._sources[refs[0].source].name
+        return [(source, *name) for name in joint.names(*_shards_and_rows(refs))]
 
     def find_key(self, source: int, shard: int, key: str) -> int | None:
         """Return the row of the sample with that key in a shard, if it is there."""
@@ -216,6 +230,11 @@ class OpenDatasets:
                 )
         return self._joint.get(source)
 
+    def _joint_of(self, refs: Sequence[Ref]) -> JointIndex | None:
+        """Return the joint index in which all of these samples are, if there is one."""
+        sources = {ref.source for ref in refs}
+        return self._joint.get(sources.pop()) if len(sources) == 1 else None
+
     def _fetch_index(self, place: tuple[int, int]) -> bytes:
         source, shard = place
         return fetch_index(self._stores[source], self.manifests[source].shards[shard])
@@ -234,3 +253,8 @@ class OpenDatasets:
         sizes = self.manifests[source].shards.column("samples")
         largest = sizes.index(max(sizes))
         return max(float(self(source, largest).tokens.mean()), 1.0)
+
+
+def _shards_and_rows(refs: Sequence[Ref]) -> tuple[Ints, Ints]:
+    table = np.fromiter(itertools.chain.from_iterable(refs), dtype=np.int64, count=3 * len(refs)).reshape(-1, 3)
+    return table[:, 1], table[:, 2]

@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -20,16 +20,19 @@ from vlm_stream.stream.position import Position
 from vlm_stream.stream.raw import RawRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from vlm_stream.plan import Dropped, Ref, Step
     from vlm_stream.storage import ReadTotals, Span, SpanReader, SpanResult
     from vlm_stream.stream.datasets import OpenDatasets
     from vlm_stream.stream.rows import RowBuilder
 
-    Encode = Callable[[Ref, Mapping[str, memoryview]], Any]
+    Details = tuple[Any, ...]
+    """What the encoding of a sample needs beside its members."""
 
 __all__ = ["Delivery", "MicroBatch", "deliver"]
+
+_MAX_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,31 +88,53 @@ class _Planned(NamedTuple):
 
     plan: MicroBatch
     rows: list[tuple[Ref, ...]]
-    refs: list[Ref]
-    """Of all rows, each once: a source that is repeated may bring a sample twice."""
+    details: list[Details]
+    """Of the samples of all rows, one behind the other."""
 
 
 def deliver(
     plans: Iterable[MicroBatch], datasets: OpenDatasets, reader: SpanReader, builder: RowBuilder | RawRows
 ) -> Iterator[Delivery]:
     """Yield a delivery for every planned micro-batch, while the reader fetches the bytes of those to come."""
-    span_of = datasets.span if builder.pixels else datasets.text_span
-    encode = _encoder(datasets, builder)
-
-    def wanted() -> Iterator[tuple[_Planned, list[Span]]]:
-        for plan in plans:
-            rows = plan.step.refs(plan.rank, plan.micro)
-            refs = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-            yield _Planned(plan, rows, refs), list(map(span_of, refs))
-
     waited_from = time.perf_counter()
-    for planned, results in reader.read_groups(wanted()):
+    for planned, results in reader.read_groups(_wanted(plans, datasets, builder)):
         waited = time.perf_counter() - waited_from
-        delivery = _finish(planned, results, datasets, builder, encode, (waited, reader.metrics))
+        delivery = _finish(planned, results, datasets, builder, (waited, reader.metrics))
         del results  # else its memory could not be used for what comes next
         yield delivery
         del delivery
         waited_from = time.perf_counter()
+
+
+def _wanted(
+    plans: Iterable[MicroBatch], datasets: OpenDatasets, builder: RowBuilder | RawRows
+) -> Iterator[tuple[_Planned, list[Span]]]:
+    """Yield each micro-batch with where its samples lie, looked up for several at once because that is quicker."""
+    planned = iter(plans)
+    num_at_once = 1  # else the first would wait for those behind it
+    while some := list(itertools.islice(planned, num_at_once)):
+        num_at_once = min(4 * num_at_once, _MAX_AT_ONCE)
+        rows_of = [plan.step.refs(plan.rank, plan.micro) for plan in some]
+        refs = [ref for rows in rows_of for row in rows for ref in row]
+        spans = iter(datasets.spans(refs) if builder.pixels else map(datasets.text_span, refs))
+        details = iter(_details(refs, datasets, builder))
+        for plan, rows in zip(some, rows_of, strict=True):
+            count = sum(map(len, rows))
+            yield _Planned(plan, rows, list(itertools.islice(details, count))), list(itertools.islice(spans, count))
+
+
+def _details(refs: Sequence[Ref], datasets: OpenDatasets, builder: RowBuilder | RawRows) -> Iterable[Details]:
+    fields = [datasets.manifests[ref.source].fields for ref in refs]
+    if isinstance(builder, RawRows):
+        return zip(fields, datasets.names(refs), strict=True)
+    if builder.pixels:
+        return zip(fields, strict=True)
+    return ((own, *datasets.contents(ref)) for own, ref in zip(fields, refs, strict=True))
+
+
+def _encoding(builder: RowBuilder | RawRows) -> Callable[..., Any]:
+    """Return what makes a sample of its members and its details."""
+    return builder.encode if isinstance(builder, RawRows) or builder.pixels else builder.encode_text
 
 
 def _finish(
@@ -117,32 +142,35 @@ def _finish(
     results: list[SpanResult],
     datasets: OpenDatasets,
     builder: RowBuilder | RawRows,
-    encode: Encode,
     fetched: tuple[float, ReadTotals],
 ) -> Delivery:
     begin = time.perf_counter()
-    plan, rows, refs = planned
+    plan, rows, details = planned
     bad = [_ledger_entry(note.ref, _not_planned(note), datasets) for note in plan.dropped]
-    read = dict(zip(refs, results, strict=True))
-    encoded_rows: list[list[tuple[Ref, Any]]] = []
+    encode = _encoding(builder)
+    given = zip(results, details, strict=True)
+    encoded_rows: list[list[Any]] = []
+    encoded_refs: list[list[Ref]] = []
     for row in rows:
-        samples = []
-        for ref in row:
-            content = read[ref]
-            if isinstance(content, BadSampleError):  # not raised: its traceback would keep the batch
-                bad.append(_ledger_entry(ref, content, datasets))
+        samples, refs = [], []
+        for ref, (members, own) in zip(row, given, strict=False):
+            if isinstance(members, BadSampleError):  # not raised: its traceback would keep the batch
+                bad.append(_ledger_entry(ref, members, datasets))
                 continue
             try:
-                samples.append((ref, encode(ref, content)))
+                samples.append(encode(members, *own))
             except BadSampleError as error:
                 bad.append(_ledger_entry(ref, error, datasets))
+            else:
+                refs.append(ref)
         encoded_rows.append(samples)
+        encoded_refs.append(refs)
     encoded = time.perf_counter()
-    batch, overflowed = builder.collate([[sample for _, sample in samples] for samples in encoded_rows])
-    bad += [_ledger_entry(encoded_rows[row][position][0], reason, datasets) for row, position, reason in overflowed]
+    batch, overflowed = builder.collate(encoded_rows)
+    bad += [_ledger_entry(encoded_refs[row][position], reason, datasets) for row, position, reason in overflowed]
     if builder.with_refs:
         bad_names = {(line.source, line.shard, line.sample) for line in bad}
-        names = [[datasets.name(ref) for ref, _ in samples] for samples in encoded_rows]
+        names = [list(map(datasets.name, refs)) for refs in encoded_refs]
         batch["refs"] = [[name for name in row_names if name not in bad_names] for row_names in names]
     num_planned, raw = plan.step.tokens(plan.rank, plan.micro), isinstance(builder, RawRows)
     return Delivery(
@@ -151,8 +179,8 @@ def _finish(
         batch=batch,
         behind=Position(plan.state),
         bad=tuple(bad),
-        num_samples=len(refs) + len(plan.dropped),
-        num_tokens=num_planned if raw else sum(len(sample["input_ids"]) for row in encoded_rows for _, sample in row),
+        num_samples=len(results) + len(plan.dropped),
+        num_tokens=num_planned if raw else sum(len(sample["input_ids"]) for row in encoded_rows for sample in row),
         num_planned_tokens=num_planned,
         num_rows=len(rows),
         num_slots=ids.numel() if isinstance(ids := batch.get("input_ids"), Tensor) else 0,
@@ -160,16 +188,6 @@ def _finish(
         reads=fetched[1],
         pid=os.getpid(),
     )
-
-
-def _encoder(datasets: OpenDatasets, builder: RowBuilder | RawRows) -> Encode:
-    """Return what makes a sample of its members."""
-    fields = [manifest.fields for manifest in datasets.manifests]
-    if isinstance(builder, RawRows):
-        return lambda ref, members: builder.encode(datasets.name(ref), members, fields[ref.source])
-    if builder.pixels:
-        return lambda ref, members: builder.encode(members, fields[ref.source])
-    return lambda ref, members: builder.encode_text(members, fields[ref.source], *datasets.contents(ref))
 
 
 def _not_planned(note: Dropped) -> BadSampleError:

@@ -62,7 +62,7 @@ class RawRows:
         self.with_refs = options.with_refs
         self.pixels = True
 
-    def encode(self, name: tuple[str, str, str], members: Mapping[str, memoryview], fields: FieldMap) -> RawSample:
+    def encode(self, members: Mapping[str, memoryview], fields: FieldMap, name: tuple[str, str, str]) -> RawSample:
         """Return the sample as it is."""
         return RawSample(*name, members, fields)
 
