@@ -14,7 +14,7 @@ import numpy as np
 from vlm_stream.errors import DatasetError
 from vlm_stream.plan.costs import vit_cost
 from vlm_stream.plan.values import SampleColumns
-from vlm_stream.ragged import take_rows
+from vlm_stream.ragged import entries_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ class LiveColumns:
         touched[slots] = True
         for missing in self._portions(np.flatnonzero(touched & ~self._read)):
             columns = read_shards(read, number, spec, self.shards[missing].tolist())
-            rows, _ = take_rows(self.splits, missing)
+            rows = entries_of(self.splits, missing)
             self.tokens[rows] = columns.tokens
             self.vision[rows] = columns.vision_tokens
             self.vit[rows] = vit_cost(columns.vision_patches, columns.vision_squares, costs)
@@ -81,7 +81,7 @@ def read_shards(read: ColumnReader, number: int, spec: SourceSpec, shards: Seque
 
 
 def _check_length(columns: SampleColumns, spec: SourceSpec, shards: Sequence[int]) -> None:
-    expected = sum(spec.samples_per_shard[shard] for shard in shards)
+    expected = sum(map(spec.samples_per_shard.__getitem__, shards))
     if len(columns.tokens) != expected:
         which = (
             f"index of shard {shards[0]}" if len(shards) == 1 else f"indexes of shards {', '.join(map(str, shards))}"

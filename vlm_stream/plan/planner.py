@@ -8,6 +8,7 @@ that talk.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -65,10 +66,14 @@ class Planner:
             stop=config.mixture.stop,
             epochs=config.epochs,
         )
-        self._fingerprints = {
+
+    @cached_property
+    def _fingerprints(self) -> dict[str, Any]:
+        """Return what a state must find again."""
+        return {
             "sources": [(s.spec.name, s.digest, max(s.epoch_length, 1)) for s in self.streams],
-            "plan": config.stream_fields(),
-            "geometry": config.geometry,
+            "plan": self.config.stream_fields(),
+            "geometry": self.config.geometry,
         }
 
     def with_config(self, config: PlanConfig) -> Planner:
@@ -192,7 +197,8 @@ class _Run:
 
     def _open(self, done: Flags, planner: Planner, cursor: Cursor) -> UnitQueue:
         """Open the stream behind what was delivered, once it has proved to be the stream that the state knows."""
-        queue = UnitQueue(cursor, lambda cursor: planner.window_at(cursor, self.start.eras), self.start.reported)
+        eras = self.start.eras  # and not `self`: a circle would keep all that was opened for a run beyond its end
+        queue = UnitQueue(cursor, lambda cursor: planner.window_at(cursor, eras), self.start.reported)
         expected = self.start.window_digest
         if expected is not None:
             window = queue.peek()

@@ -216,7 +216,7 @@ def recounted_index(data: bytes, text_tokens: Sequence[int]) -> bytes:
 def decode_index(data: bytes, *, where: str = "index", media: Collection[str] = MEDIA) -> ShardIndex:
     """Read the Parquet bytes of an index; `media` are the kinds that the shard has, where that is known."""
     columns = PlanColumns(read_table(data, where, plan_names(media)), where, media)
-    taken = columns.take(np.arange(len(columns)))
+    taken = columns.take(slice(0, len(columns)))
     return ShardIndex(
         load_media=lambda: taken,
         offset=columns.offset,

@@ -156,7 +156,7 @@ class PlanColumns:
         """Return the number of samples."""
         return len(self.offset)
 
-    def take(self, rows: npt.NDArray[np.int64]) -> MediaColumns:
+    def take(self, rows: npt.NDArray[np.int64] | slice) -> MediaColumns:
         """Return text counts and media sizes of some samples, in the order of `rows`."""
         image_splits, images = _take(self._images, rows)
         video_splits, videos = _take(self._videos, rows)
@@ -176,12 +176,18 @@ class PlanColumns:
 
 
 def _take(
-    ragged: tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]], rows: npt.NDArray[np.int64]
+    ragged: tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]], rows: npt.NDArray[np.int64] | slice
 ) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
     splits, columns = ragged
-    if not splits[-1]:  # most data lacks at least one kind of media
+    entries: npt.NDArray[np.int64] | slice
+    if isinstance(rows, slice):
+        taken = splits[rows.start : rows.stop + 1].astype(np.int64)
+        entries = slice(taken[0], taken[-1])
+        taken -= taken[0]
+    elif splits[-1]:
+        entries, taken = take_rows(splits, rows)
+    else:  # most data lacks at least one kind of media
         return np.zeros(len(rows) + 1, dtype=np.int64), columns
-    entries, taken = take_rows(splits, rows)
     return taken, {name: column[entries] for name, column in columns.items()}
 
 

@@ -74,7 +74,7 @@ class JointIndex:
         shards = self._shards
         begin, end = self.splits[number : number + 2].tolist()
         return ShardIndex(
-            load_media=lambda: self.columns.take(np.arange(begin, end)),
+            load_media=lambda: self.columns.take(slice(begin, end)),
             offset=self.columns.offset[begin:end],
             size=self.columns.size[begin:end],
             load_places=lambda: self._places,

@@ -64,8 +64,13 @@ def plan_requests(spans: Sequence[Span], options: ReadOptions, local_roots: Coll
         by_shard.setdefault((root, path, shard_size, etag), []).append(position)
     requests: list[RangeRequest] = []
     for positions in by_shard.values():
-        is_local = spans[positions[0]].root in local_roots
-        requests += _plan_shard(spans, positions, options, _limits(spans, positions, options, is_local=is_local))
+        first = spans[positions[0]]
+        if len(positions) == 1 and first.size <= options.max_request_bytes:  # most, where many shards are mixed
+            root, path, offset, size, _, _, shard_size, etag = first
+            requests.append(RangeRequest(root, path, offset, size, (positions[0],), shard_size, etag))
+            continue
+        limits = _limits(spans, positions, options, is_local=first.root in local_roots)
+        requests += _plan_shard(spans, positions, options, limits)
     requests.sort(key=lambda request: (min(request.spans), request.offset))
     return requests
 

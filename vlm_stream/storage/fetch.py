@@ -11,7 +11,7 @@ import random
 import time
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from vlm_stream.errors import VlmStreamError
 from vlm_stream.storage.faults import error_of
@@ -41,7 +41,6 @@ class RangeBody:
     etag: str | None
 
 
-@runtime_checkable
 class RangeSource(Protocol):
     """A store whose ranges come over a network, one attempt at a time."""
 

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 from collections import OrderedDict
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +66,8 @@ class LocalStore:
 
     def get(self, path: str) -> bytes:
         """Return a whole file."""
-        with _translated(self.url(path)):
-            return self._path(path).read_bytes()
+        with _translated(self.url(path)), FileIO(join_url(self._folder, check_path(self._folder, path))) as file:
+            return file.readall()
 
     def get_ranges(self, path: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
         """Return the bytes of each `(offset, size)`."""
@@ -83,6 +84,18 @@ class LocalStore:
             return Fetched(data, os.fstat(file.descriptor).st_size, None)
         except OSError as error:
             raise _error_of(error, self.url(path)) from error
+
+    def fetch_resident(self, path: str, offset: int, size: int) -> Fetched | None:
+        """Do the same for a range that lies in the page cache; None where it does not, or that cannot be told."""
+        if not hasattr(os, "RWF_NOWAIT"):
+            return None
+        try:
+            file, memory = self._open(path), bytearray(size)
+            if os.preadv(file.descriptor, [memory], offset, os.RWF_NOWAIT) < size:
+                return None
+            return Fetched(memoryview(memory).toreadonly(), os.fstat(file.descriptor).st_size, None)
+        except OSError:
+            return None
 
     def is_resident(self, path: str, offset: int, size: int) -> bool:
         """Return whether a range seems to lie in the page cache: its first and last byte can be had without waiting.

@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeVar, Union
 
 from vlm_stream.errors import BadSampleError, NotFoundError, StorageError
 from vlm_stream.storage.coalesce import plan_requests
+from vlm_stream.storage.store import Fetched
 from vlm_stream.storage.traffic import ReadCancelledError
 from vlm_stream.storage.verify import check_unchanged, open_sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-    from concurrent.futures import Future
 
     from vlm_stream.storage.coalesce import RangeRequest
     from vlm_stream.storage.engine import Engine
     from vlm_stream.storage.options import ReadOptions
-    from vlm_stream.storage.store import Fetched
     from vlm_stream.storage.values import Span
 
 __all__ = ["ReadAhead", "SpanResult"]
@@ -44,10 +43,11 @@ class _Flight:
 
     __slots__ = ("future", "num_users", "request", "users")
 
-    def __init__(self, request: RangeRequest, future: Future[Fetched] | None, users: list[_Waiting]) -> None:
+    def __init__(self, request: RangeRequest, future: Future[Fetched] | Fetched | None, users: list[_Waiting]) -> None:
         self.request = request
         self.future = future
-        """None: the bytes lie in memory, and are read when the first of their samples is due."""
+        """Or what it brought already; None: the bytes lie in memory, and are read when the first of their samples is
+        due."""
         self.users = users
         """Until it has landed."""
         self.num_users = len(users)
@@ -128,7 +128,7 @@ class ReadAhead(Generic[T]):
         for waiting in self._queue:
             for flight in waiting.flights:
                 flight.users.clear()
-                if flight.future is not None:
+                if isinstance(flight.future, Future):
                     flight.future.cancel()
         self._queue.clear()
         self._spans.close()
@@ -165,7 +165,7 @@ class ReadAhead(Generic[T]):
         for request in plan_requests(spans, self._options, engine.local_roots({span.root for span in spans})):
             users = [batch[position] for position in request.spans]
             flight = _Flight(request, engine.submit(request), users)
-            self._in_memory &= flight.future is None
+            self._in_memory &= not isinstance(flight.future, Future)
             for waiting in users:
                 waiting.flights.append(flight)
             self._num_ahead += request.size
@@ -211,6 +211,9 @@ class ReadAhead(Generic[T]):
 
     def _fetch(self, flight: _Flight) -> Fetched | BadSampleError:
         """Return what a request brings, from a shard that is still the one that was indexed."""
+        if isinstance(flight.future, Fetched):
+            check_unchanged(flight.request, flight.future)
+            return flight.future
         begun_s = time.perf_counter()
         try:
             fetched = self._engine().read_now(flight.request) if flight.future is None else flight.future.result()

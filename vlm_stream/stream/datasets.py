@@ -17,7 +17,7 @@ import pyarrow.parquet  # noqa: F401 - every stream reads indexes; later, it wou
 
 from vlm_stream.errors import DatasetError
 from vlm_stream.plan import Ref, SampleColumns, SourceSpec
-from vlm_stream.ragged import take_rows
+from vlm_stream.ragged import entries_of
 from vlm_stream.shards import fetch_index, load_manifest, open_index, read_joint_index, template_digest
 from vlm_stream.storage import open_store
 from vlm_stream.stream.counting import num_media
@@ -133,7 +133,7 @@ class OpenDatasets:
         """Return what the plan must know of the samples of some shards, one behind the other."""
         joint = self._join(source, len(shards))
         if joint is not None:
-            rows, _ = take_rows(joint.splits, np.asarray(shards))
+            rows = entries_of(joint.splits, np.asarray(shards))
             columns = joint.columns
             offset, size = (column[rows].astype(np.int64) for column in (columns.offset, columns.size))
             return self._count(columns.take(rows), offset, size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from vlm_stream.encode import EncodeConfig
 from vlm_stream.errors import ConfigError, nearest_name
@@ -176,12 +176,11 @@ class StreamOptions:
         Raises:
             ConfigError: A name is unknown (the nearest one is named), or a value has the wrong type or meaning.
         """
-        declared = {field.name: str(field.type) for field in fields(cls)}
         for name in options:
-            if name not in declared:
-                raise ConfigError(f"there is no option '{name}'; {nearest_name(name, [*declared, *others])}")
+            if name not in _DECLARED:
+                raise ConfigError(f"there is no option '{name}'; {nearest_name(name, [*_DECLARED, *others])}")
         _check_choices(options)
-        if all(name in _CHOICES or _has_type(value, declared[name]) for name, value in options.items()):
+        if all(name in _CHOICES or _has_type(value, _DECLARED[name]) for name, value in options.items()):
             return cls(**options)
         # Only where something has to be converted or refused: importing it takes longer than reading a manifest.
         from pydantic import TypeAdapter, ValidationError
@@ -252,6 +251,7 @@ class StreamOptions:
         return options if self.pixels else replace(options, cache_dir=None, cache_bytes=None)
 
 
+_DECLARED: Final = {field.name: str(field.type) for field in fields(StreamOptions)}
 _CHOICES: dict[str, Sequence[str | bool]] = {
     "mode": get_args(Mode),
     "long_samples": ("drop", "raise", "truncate"),

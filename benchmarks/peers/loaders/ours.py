@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.peers.loaders.base import Loader, Opening, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from benchmarks.peers.data import Record
@@ -48,7 +48,6 @@ class _Run(Run):
     def __init__(self, opening: Opening, state: bytes | None) -> None:
         from vlm_stream import StreamLoader
 
-        self._transform = opening.transform
         self._loader = StreamLoader(
             opening.where,
             processor=None,
@@ -60,18 +59,12 @@ class _Run(Run):
             num_workers=opening.workers,
             rank=opening.rank,
             world_size=opening.world_size,
-            collate_fn=self._collate,
+            collate_fn=_Collate(opening.transform),
             bad_budget=None,
             store=_store_options() if opening.where.startswith("s3://") else None,
         )
         if state is not None:
             self._loader.load_state_dict(json.loads(state))
-
-    def _collate(self, rows: list[Any], _processor: Any) -> dict[str, Any]:
-        transform = self._transform
-        if transform is None:
-            return {"samples": [{"__key__": row.key, **row.members} for row in rows]}
-        return {"samples": [transform({"__key__": row.key, **row.members}) for row in rows]}
 
     def __iter__(self) -> Iterator[list[Any]]:
         for batch in self._loader:
@@ -82,6 +75,19 @@ class _Run(Run):
 
     def notes(self) -> list[str]:
         return [str(bad) for bad in self._loader.ledger.newest]
+
+
+class _Collate:
+    """Makes of a batch what every loader of the comparison hands over."""
+
+    def __init__(self, transform: Callable[[dict[str, bytes]], Any] | None) -> None:
+        self._transform = transform
+
+    def __call__(self, rows: list[Any], _processor: Any) -> dict[str, Any]:
+        transform = self._transform
+        if transform is None:
+            return {"samples": [{"__key__": row.key, **row.members} for row in rows]}
+        return {"samples": [transform({"__key__": row.key, **row.members}) for row in rows]}
 
 
 def _store_options() -> Any:
