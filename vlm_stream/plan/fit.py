@@ -25,6 +25,8 @@ def fit_samples(
     samples: Samples, *, max_tokens: int | None, max_vision: int | None, rule: str
 ) -> tuple[Samples, tuple[Dropped, ...]]:
     """Apply the rule to samples above a limit and keep the order of the others; `raise` is left to the caller."""
+    if max_tokens is None and max_vision is None:
+        return samples, ()
     long = samples.tokens > max_tokens if max_tokens is not None else np.zeros(len(samples), dtype=bool)
     wide = samples.vision > max_vision if max_vision is not None else np.zeros(len(samples), dtype=bool)
     if not long.any() and not wide.any():

@@ -185,6 +185,8 @@ def _draw_fresh(
 
 def _sums(values: Ints, splits: Ints) -> Ints:
     """Add up the values of each unit."""
+    if len(splits) == len(values) + 1:  # each is a single sample
+        return values
     totals = np.concatenate([[0], np.cumsum(values)])
     return np.asarray(totals[splits[1:]] - totals[splits[:-1]])
 
@@ -195,8 +197,10 @@ def _hash_units(refs: Ints, splits: Ints, names: Sequence[str]) -> npt.NDArray[n
         [int.from_bytes(Key(seed=0, purpose="hash", source=name).digest()[:8], "little") for name in names],
         dtype=np.uint64,
     )
-    place = np.arange(len(refs)) - np.repeat(splits[:-1], np.diff(splits))
     word = (refs[:, 1].astype(np.uint64) << np.uint64(32)) ^ refs[:, 2].astype(np.uint64)
-    word = mix64(word ^ salts[refs[:, 0]]) ^ place.astype(np.uint64)
-    totals = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mix64(word))])
+    word = mix64(word ^ salts[refs[:, 0]])
+    if len(splits) == len(refs) + 1:  # each is a single sample, at place 0
+        return mix64(word)
+    place = np.arange(len(refs)) - np.repeat(splits[:-1], np.diff(splits))
+    totals = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mix64(word ^ place.astype(np.uint64)))])
     return np.asarray(totals[splits[1:]] - totals[splits[:-1]])

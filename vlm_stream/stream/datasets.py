@@ -155,7 +155,7 @@ class OpenDatasets:
 
     def _count(self, media: MediaColumns, offset: Ints, size: Ints) -> SampleColumns:
         counted = count_tokens(media, self._geometry)
-        fake = np.where(num_media(media) == 0, self._fake_tokens, 0)  # [n]
+        fake = np.where(num_media(media) == 0, self._fake_tokens, 0) if self._fake_tokens else 0
         return SampleColumns(
             tokens=counted.tokens + fake,
             vision_tokens=counted.vision_tokens + fake,

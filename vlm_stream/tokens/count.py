@@ -51,7 +51,7 @@ def count_tokens(columns: MediaColumns, geometry: Geometry) -> TokenColumns:
             continue
         counts = count(columns, geometry)
         embeddings = _sum_rows(counts.tokens, splits)
-        tokens = tokens + embeddings - np.diff(splits)
+        tokens = tokens + embeddings - _lengths(splits)
         if count is not _count_audios:
             vision = vision + embeddings
             patches = patches + _sum_rows(counts.patches, splits)
@@ -72,14 +72,14 @@ def fake_image_tokens(geometry: Geometry) -> int:
 
 
 def _count_images(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
-    per_row = np.diff(columns.image_splits)
+    per_row = _lengths(columns.image_splits)
     siblings = np.repeat(per_row, per_row)  # [images]
-    heights, widths = (columns.image_sizes[:, place].astype(np.int64) for place in range(2))
+    heights, widths = columns.image_sizes.T
     return (geometry.image or UnknownMedium()).count_images(heights, widths, siblings)
 
 
 def _count_videos(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
-    total, heights, widths = (columns.video_sizes[:, place].astype(np.int64) for place in range(3))
+    total, heights, widths = columns.video_sizes.T
     frames = count_frames(
         total, columns.video_fps, geometry.frames, seconds=columns.video_seconds, picked=columns.video_picked
     )
@@ -88,9 +88,9 @@ def _count_videos(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
 
 def _count_audios(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
     rule = geometry.audio or UnknownMedium()
-    samples, rates = (columns.audio_sizes[:, place].astype(np.int64) for place in range(2))
+    samples, rates = columns.audio_sizes.T
     samples = resample_length(samples, rates, rule.sampling_rate)
-    per_row = np.diff(columns.audio_splits)
+    per_row = _lengths(columns.audio_splits)
     longest = np.zeros(len(per_row), np.int64)
     np.maximum.at(longest, np.repeat(np.arange(len(per_row)), per_row), samples)
     return rule.count_audios(samples, np.repeat(longest, per_row))
@@ -105,6 +105,12 @@ def _sum_rows(values: Ints, splits: Ints) -> Ints:
 
 def _sum_floats(values: Floats, splits: Ints) -> Floats:
     """Sum ragged rows of floats, each row by itself so that large neighbours cost no digits."""
-    per_row = np.diff(splits)
+    per_row = _lengths(splits)
     rows = np.repeat(np.arange(len(per_row)), per_row)
-    return np.bincount(rows, weights=values, minlength=len(per_row)).astype(np.float64)
+    return np.bincount(rows, weights=values, minlength=len(per_row)).astype(np.float64, copy=False)
+
+
+def _lengths(splits: Ints) -> Ints:
+    """Return how many entries each row has: what `np.diff` does, in a third of its time for short arrays."""
+    lengths: Ints = splits[1:] - splits[:-1]
+    return lengths
