@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.random import Philox
+from numpy.random.bit_generator import ISeedSequence
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -39,8 +40,19 @@ class Key:
 
 def words(key: Key, count: int) -> npt.NDArray[np.uint64]:
     """Return `count` random 64-bit words of that key."""
-    philox = Philox(key=int.from_bytes(key.digest(), "little"))
+    philox = Philox(_Seed(key))  # type: ignore[arg-type]  # any ISeedSequence will do, its stubs know one
     return np.asarray(philox.random_raw(count), dtype=np.uint64)
+
+
+class _Seed(ISeedSequence):
+    """Hands a generator its key: `Philox(key=...)` first asks the system for randomness that it never uses."""
+
+    def __init__(self, key: Key) -> None:
+        self._words = np.frombuffer(key.digest(), dtype="<u8").astype(np.uint64)
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> npt.NDArray[np.uint64]:  # noqa: ARG002
+        """Return the key, as it is."""
+        return self._words
 
 
 def permutation(key: Key, count: int) -> npt.NDArray[np.int64]:

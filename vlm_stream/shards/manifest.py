@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +30,9 @@ __all__ = ["FORMAT_VERSION", "Manifest", "TokenCounting", "load_manifest", "save
 FORMAT_VERSION: Final = 3
 _HEAD: Final = '{{\n "crc32c": {},\n'
 """How the file begins: with the checksum of all that follows."""
+_COLUMNS_BEGIN: Final = ',\n "shards": {\n'
+_COLUMNS_END: Final = "\n }\n}\n"
+"""What stands around the columns of the shards, which have a line each."""
 _SINGLE_VALUES: Final = {"name": (), "etag": (str, type(None)), "index_sha256": (str,)}
 """Kinds of values that may stand for a whole column; of all other columns: numbers."""
 
@@ -108,7 +111,7 @@ class Manifest:
             f"  {_dump(name)}: {_dump(column[0] if name != 'name' and len(set(column)) == 1 else column)}"
             for name, column in self.shards.columns().items()
         ]
-        text = ",\n".join([*lines, ' "shards": {\n' + ",\n".join(columns) + "\n }"]) + "\n}\n"
+        text = ",\n".join(lines) + _COLUMNS_BEGIN + ",\n".join(columns) + _COLUMNS_END
         return _HEAD.format(crc32c.crc32c(text.encode())) + text
 
     @classmethod
@@ -118,14 +121,16 @@ class Manifest:
         Raises:
             DatasetError: It is not a manifest, contradicts itself, or has a version that is not known here.
         """
-        data = _parse(text, where)
+        written = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+        later = _columns_for_later(written) if _is_as_written(written) else None
+        data = _parse(later[0] if later else text, where)
         digest = data.pop("digest", None)
         try:
-            data["shards"] = ShardList(_columns(data["shards"]))
+            data["shards"] = ShardList(later[1] if later else _columns(data["shards"]))
             data["tokens"] = TokenCounting(**data["tokens"])
             data["fields"] = FieldMap(**data["fields"])
             manifest = cls(**data)
-            if _is_as_written(text):
+            if later:
                 vars(manifest)["digest"] = digest  # to find it out takes as long as to read the file
             is_whole = manifest.digest == digest
         except (KeyError, TypeError) as error:
@@ -142,11 +147,31 @@ def _dump(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
-def _is_as_written(text: str | bytes) -> bool:
-    """Tell whether the text is one that `to_json` wrote, to the byte."""
-    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+def _is_as_written(data: bytes) -> bool:
+    """Tell whether a text is one that `to_json` wrote, to the byte."""
     begin = data.find(b",\n") + 2
     return data[:begin] == _HEAD.format(crc32c.crc32c(memoryview(data)[begin:])).encode()
+
+
+def _columns_for_later(data: bytes) -> tuple[bytes, dict[str, Any]] | None:
+    """Take the columns of the shards out of what `to_json` wrote: a run looks at half of them.
+
+    Returns:
+        The JSON without them, and for each column what reads it; None where it is the form of another release.
+    """
+    head, _, rest = data.partition(_COLUMNS_BEGIN.encode())
+    try:
+        lines = dict(line.split(b": ", 1) for line in rest.removesuffix(_COLUMNS_END.encode()).split(b",\n"))
+        shards = json.loads(lines.pop(b'  "name"'))
+        columns = {name.strip(b' "').decode(): partial(_read_column, line, len(shards)) for name, line in lines.items()}
+    except (KeyError, ValueError):
+        return None
+    return head + b"\n}", columns | {"name": shards}
+
+
+def _read_column(line: bytes, num_shards: int) -> list[Any]:
+    value = json.loads(line)
+    return value if isinstance(value, list) else [value] * num_shards
 
 
 def _parse(text: str | bytes, where: str) -> dict[str, Any]:

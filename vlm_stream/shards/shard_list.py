@@ -13,7 +13,7 @@ from operator import add, attrgetter
 from typing import TYPE_CHECKING, Any, Final, overload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 __all__ = ["ShardEntry", "ShardList", "Totals"]
 
@@ -60,15 +60,16 @@ class ShardList(Sequence[ShardEntry]):
 
     __slots__ = ("_columns",)
 
-    def __init__(self, columns: Mapping[str, list[Any]]) -> None:
-        """Take a list of values for every field of an entry and of its totals.
+    def __init__(self, columns: Mapping[str, list[Any] | Callable[[], list[Any]]]) -> None:
+        """Take a list of values for every field of an entry and of its totals, or what reads it when it is asked for.
 
         Raises:
             KeyError, TypeError: They are not these fields, or not lists of one length.
         """
         if odd := set(columns) ^ {*_OWN, *_TOTALS}:
             raise KeyError(", ".join(sorted(odd)))
-        if not all(isinstance(column, list) for column in columns.values()) or len(set(map(len, columns.values()))) > 1:
+        known = [column for column in columns.values() if not callable(column)]
+        if not all(isinstance(column, list) for column in known) or len(set(map(len, known))) > 1:
             raise TypeError("the columns of the shards are not lists of one length")
         self._columns = {name: columns[name] for name in (*_OWN, *_TOTALS)}
 
@@ -81,7 +82,7 @@ class ShardList(Sequence[ShardEntry]):
 
     def __len__(self) -> int:
         """Return the number of shards."""
-        return len(self._columns["name"])
+        return len(self.column("name"))
 
     @overload
     def __getitem__(self, place: int) -> ShardEntry: ...
@@ -91,13 +92,12 @@ class ShardList(Sequence[ShardEntry]):
         """Return one entry, or some of them."""
         if isinstance(place, slice):
             return tuple(self[number] for number in range(len(self))[place])
-        columns = self._columns
-        totals = Totals(**{name: columns[name][place] for name in _TOTALS})
-        return ShardEntry(totals=totals, **{name: columns[name][place] for name in _OWN})
+        totals = Totals(**{name: self.column(name)[place] for name in _TOTALS})
+        return ShardEntry(totals=totals, **{name: self.column(name)[place] for name in _OWN})
 
     def __eq__(self, other: object) -> bool:
         """Tell whether all entries are equal."""
-        return isinstance(other, ShardList) and self._columns == other._columns
+        return isinstance(other, ShardList) and self.columns() == other.columns()
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -107,16 +107,19 @@ class ShardList(Sequence[ShardEntry]):
 
     def column(self, name: str) -> list[Any]:
         """Return one field of all entries or of their totals."""
-        return self._columns[name]
+        column = self._columns[name]
+        if not isinstance(column, list):
+            column = self._columns[name] = column()
+        return column
 
     def columns(self) -> dict[str, list[Any]]:
         """Return all of them: what `__init__` takes."""
-        return dict(self._columns)
+        return {name: self.column(name) for name in self._columns}
 
     def totals(self) -> Totals:
         """Add field by field, from the first to the last (`sum` rounds floats otherwise in newer Pythons)."""
         zeros = asdict(Totals())
-        return Totals(**{name: reduce(add, self._columns[name], zeros[name]) for name in _TOTALS})
+        return Totals(**{name: reduce(add, self.column(name), zeros[name]) for name in _TOTALS})
 
     def without_etags(self) -> ShardList:
         """Return the same shards as they are elsewhere."""

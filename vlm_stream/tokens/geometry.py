@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import ConfigError, nearest_name
@@ -76,7 +76,7 @@ class Geometry:
             "image": rule_to_json(self.image),
             "video": rule_to_json(self.video),
             "audio": rule_to_json(self.audio),
-            "frames": asdict(self.frames),
+            "frames": {name: getattr(self.frames, name) for name in FrameRule.__dataclass_fields__},
             "is_exact": self.is_exact,
         }
 

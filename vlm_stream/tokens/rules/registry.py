@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, Final
 
 from vlm_stream.errors import ConfigError, nearest_name
@@ -49,7 +49,9 @@ _RULES: Final[dict[str, type[Any]]] = {
 
 def rule_to_json(rule: Any) -> dict[str, Any] | None:
     """Return the name and the numbers of a rule."""
-    return None if rule is None else {"rule": type(rule).__name__, **asdict(rule)}
+    if rule is None:
+        return None
+    return {"rule": type(rule).__name__} | {name: getattr(rule, name) for name in rule.__dataclass_fields__}
 
 
 def rule_from_json(value: dict[str, Any] | None) -> Any:
