@@ -31,6 +31,7 @@ __all__ = [
     "PLACE_NAMES",
     "PlanColumns",
     "SamplePlaces",
+    "column_numbers",
     "plan_names",
     "read_table",
     "telling",
@@ -59,7 +60,7 @@ class SamplePlaces:
             key_splits, self._key_bytes = _texts(_plain(table.column("key")))
             splits, places = _ragged(members, ("offset", "size"))
             self._members = (to_numbers(names.indices).data, places["offset"].data, places["size"].data)
-            self.crc32c = to_numbers(_plain(table.column("crc32c"))).data
+            self.crc32c = column_numbers(table, "crc32c").data
             """[n] Checksums of the samples' ranges."""
         self._key_splits, self._splits = key_splits.data, splits.data
         self._names = list(map(sys.intern, names.dictionary.to_pylist()))
@@ -149,7 +150,7 @@ class PlanColumns:
             self._videos = ragged("videos", ("frames", "height", "width", "fps", "seconds", "picked"))
             self._audios = ragged("audios", ("samples", "rate"))
             self.offset, self.size, self._tokens = (
-                to_numbers(_plain(table.column(name))) for name in ("offset", "size", "text_tokens")
+                column_numbers(table, name) for name in ("offset", "size", "text_tokens")
             )
 
     def __len__(self) -> int:
@@ -189,6 +190,11 @@ def _take(
     else:  # most data lacks at least one kind of media
         return np.zeros(len(rows) + 1, dtype=np.int64), columns
     return taken, {name: column[entries] for name, column in columns.items()}
+
+
+def column_numbers(table: pa.Table, name: str) -> npt.NDArray[Any]:
+    """Return a column of numbers, where it lies."""
+    return to_numbers(_plain(table.column(name)))
 
 
 def _plain(column: pa.ChunkedArray) -> pa.Array:

@@ -21,11 +21,13 @@ import crc32c
 import numpy as np
 
 from vlm_stream.errors import DatasetError, NotFoundError, StorageError
+from vlm_stream.shards.columns import to_array
 from vlm_stream.shards.index import ShardIndex, check_index, fetch_index
-from vlm_stream.shards.index_columns import MEDIA, PlanColumns, SamplePlaces, read_table, telling
+from vlm_stream.shards.index_columns import MEDIA, PlanColumns, SamplePlaces, column_numbers, read_table, telling
 from vlm_stream.shards.layout import JOINT_INDEX
-from vlm_stream.shards.schema import index_schema
+from vlm_stream.shards.schema import COUNTED_AS, COUNTS, index_schema, joint_schema
 from vlm_stream.storage.values import Span
+from vlm_stream.tokens import TokenColumns, count_tokens, counted_as
 from vlm_stream.tuples import make_tuples
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from vlm_stream.shards.manifest import Manifest
+    from vlm_stream.shards.shard_list import ShardList
     from vlm_stream.storage import Store
+    from vlm_stream.tokens import MediaColumns
 
     Ints = npt.NDArray[np.int64]
 
@@ -64,19 +68,30 @@ class JointIndex:
         sizes = manifest.shards.column("samples")
         self.splits: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         """[shards + 1] Shard s owns the rows `splits[s]:splits[s + 1]` of the columns."""
-        kinds = [kind for kind in MEDIA if any(manifest.shards.column(kind))]
-        self.columns = PlanColumns(table, self._where, kinds)
-        if len(self.columns) != self.splits[-1]:
-            raise DatasetError(f"{self._where} has {len(self.columns)} samples, the manifest says {self.splits[-1]}.")
+        if table.num_rows != self.splits[-1]:
+            raise DatasetError(f"{self._where} has {table.num_rows} samples, the manifest says {self.splits[-1]}.")
+        with telling(self._where):
+            self.offset, self.size = (column_numbers(table, name) for name in ("offset", "size"))
+        self.counted_as = _counted_as(table)
+        """Of `counts`; empty where there are none."""
+
+    def counts(self, rows: Ints | slice) -> TokenColumns:
+        """Return what some samples cost, as it was counted when the index was written."""
+        with telling(self._where):
+            return TokenColumns(**{name: column_numbers(self._table, name)[rows] for name in COUNTS})
+
+    def media(self, rows: Ints | slice) -> MediaColumns:
+        """Return text counts and media sizes of some samples."""
+        return self._columns.take(rows)
 
     def shard(self, number: int) -> ShardIndex:
         """Return the index of one shard."""
         shards = self._shards
         begin, end = self.splits[number : number + 2].tolist()
         return ShardIndex(
-            load_media=lambda: self.columns.take(slice(begin, end)),
-            offset=self.columns.offset[begin:end],
-            size=self.columns.size[begin:end],
+            load_media=lambda: self.media(slice(begin, end)),
+            offset=self.offset[begin:end],
+            size=self.size[begin:end],
             load_places=lambda: self._places,
             first=begin,
             root=self._root,
@@ -88,7 +103,7 @@ class JointIndex:
     def spans(self, shards: Ints, rows: Ints) -> list[Span]:
         """Return where samples lie, sooner than one by one."""
         at = self.splits[shards] + rows
-        offset, size = self.columns.offset[at].tolist(), self.columns.size[at].tolist()
+        offset, size = self.offset[at].tolist(), self.size[at].tolist()
         crc, members = np.asarray(self._places.crc32c)[at].tolist(), self._places.members_of(at)
         path, num_bytes, etag = (self._of_shards(name, shards) for name in ("name", "bytes", "etag"))
         fields = zip(repeat(self._root), path, offset, size, crc, members, num_bytes, etag, strict=False)
@@ -102,15 +117,25 @@ class JointIndex:
         return map(self._shards.column(column).__getitem__, shards.tolist())
 
     @cached_property
+    def _columns(self) -> PlanColumns:
+        return PlanColumns(self._table, self._where, _kinds(self._shards))
+
+    @cached_property
     def _places(self) -> SamplePlaces:
         return SamplePlaces(self._table, self._where)
+
+
+def _kinds(shards: ShardList) -> list[str]:
+    """Return the kinds of media that shards have."""
+    return [kind for kind in MEDIA if any(shards.column(kind))]
 
 
 def with_joint_index(store: Store, manifest: Manifest) -> Manifest:
     """Write the joint index of a dataset whose indexes are written, if it is to have one; return what to save."""
     if len(manifest.shards) < _MIN_SHARDS or manifest.totals.samples > _MAX_SAMPLES:
         return replace(manifest, joint_index_crc32c=None)
-    data = _write(_join(store, manifest), narrow=max(manifest.shards.column("bytes")) < _MAX_NARROW)
+    table = _with_counts(_join(store, manifest), manifest)
+    data = _write(table, narrow=max(manifest.shards.column("bytes")) < _MAX_NARROW)
     store.put(JOINT_INDEX, data)
     return replace(manifest, joint_index_crc32c=crc32c.crc32c(data))
 
@@ -132,10 +157,26 @@ def _join(store: Store, manifest: Manifest) -> pa.Table:
         return pa.concat_tables(tables).combine_chunks()
 
 
+def _counted_as(table: pa.Table) -> str:
+    note: bytes = (table.schema.metadata or {}).get(COUNTED_AS, b"")
+    return note.decode()
+
+
+def _with_counts(table: pa.Table, manifest: Manifest) -> pa.Table:
+    """Add what the samples cost, by the geometry that the dataset was counted for."""
+    geometry = manifest.geometry
+    columns = PlanColumns(table, JOINT_INDEX, _kinds(manifest.shards))
+    counts = count_tokens(columns.take(slice(0, table.num_rows)), geometry)
+    for name in COUNTS:
+        field = joint_schema(narrow=False).field(name)
+        table = table.append_column(field, to_array(getattr(counts, name).tolist(), field.type))
+    return table.replace_schema_metadata({COUNTED_AS: counted_as(geometry.digest()).encode()})
+
+
 def _write(table: pa.Table, *, narrow: bool) -> bytes:
     import pyarrow as pa
 
-    sink, schema = pa.BufferOutputStream(), index_schema(narrow=narrow)
+    sink, schema = pa.BufferOutputStream(), joint_schema(narrow=narrow).with_metadata(table.schema.metadata)
     with pa.ipc.new_stream(sink, schema) as writer:
         writer.write_table(table.cast(schema))
     return bytes(sink.getvalue())
@@ -156,7 +197,10 @@ def check_joint_index(store: Store, manifest: Manifest) -> None:
     Raises:
         DatasetError: It is not there, or says something else, or one of the others cannot be read.
     """
-    if not _read(store, manifest).cast(index_schema()).equals(_join(store, manifest)):
+    table, joined = _read(store, manifest), _join(store, manifest)
+    if _counted_as(table) == counted_as(manifest.geometry.digest()):  # else nobody looks at the counts
+        joined = _with_counts(joined, manifest)
+    if not table.select(joined.column_names).cast(joined.schema).equals(joined):
         raise DatasetError(f"{store.root}/{JOINT_INDEX} does not hold what the indexes of the shards do.")
 
 
@@ -169,7 +213,8 @@ def _read(store: Store, manifest: Manifest) -> pa.Table:
         # One thread: a run may fork behind it.
         options = pa.ipc.IpcReadOptions(use_threads=False)
         table = pa.ipc.open_stream(pa.BufferReader(data), options=options).read_all()
-    if table.schema not in (index_schema(narrow=True), index_schema()):
+    known = (schema(narrow=narrow) for schema in (joint_schema, index_schema) for narrow in (True, False))
+    if not any(map(table.schema.equals, known)):
         raise DatasetError(f"{where} has other columns than an index of this format.")
     return table
 

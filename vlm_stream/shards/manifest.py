@@ -20,6 +20,7 @@ from vlm_stream.errors import DatasetError, NotFoundError
 from vlm_stream.shards.fields import FieldMap
 from vlm_stream.shards.layout import MANIFEST
 from vlm_stream.shards.shard_list import ShardList
+from vlm_stream.tokens import Geometry
 
 if TYPE_CHECKING:
     from vlm_stream.shards.shard_list import Totals
@@ -72,6 +73,11 @@ class Manifest:
     """Fingerprint of the conversion's input and options."""
     joint_index_crc32c: int | None = None
     """Of the object with all indexes in one, where there is one."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """Return the geometry of the processor that the dataset was counted for; a guess where there was none."""
+        return Geometry.from_json(self.tokens.geometry) if self.tokens.geometry else Geometry.unknown()
 
     @property
     def totals(self) -> Totals:

@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,7 +22,7 @@ from vlm_stream.ragged import entries_of
 from vlm_stream.shards import fetch_index, load_manifest, open_index, read_joint_index, template_digest
 from vlm_stream.storage import open_store
 from vlm_stream.stream.counting import num_media
-from vlm_stream.tokens import count_tokens, join_columns
+from vlm_stream.tokens import count_tokens, counted_as, join_columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from vlm_stream.shards import JointIndex, Manifest, ShardIndex
     from vlm_stream.storage import Span, Store, StoreOptions
     from vlm_stream.stream.sources import SourceOptions
-    from vlm_stream.tokens import Geometry, MediaColumns, MediaSizes
+    from vlm_stream.tokens import Geometry, MediaColumns, MediaSizes, TokenColumns
 
     Ints = npt.NDArray[np.int64]
 
@@ -75,6 +76,7 @@ class OpenDatasets:
         """
         self._sources = tuple(sources)
         self._geometry = geometry
+        self.geometry_digest = geometry.digest()
         self._fake_tokens = fake_tokens
         self._max_indexes = max_indexes
         self._stores: list[Store] = [store for store, _ in opened]
@@ -134,9 +136,10 @@ class OpenDatasets:
         joint = self._join(source, len(shards))
         if joint is not None:
             rows = entries_of(joint.splits, np.asarray(shards))
-            columns = joint.columns
-            offset, size = (column[rows].astype(np.int64) for column in (columns.offset, columns.size))
-            return self._count(columns.take(rows), offset, size)
+            offset, size = (column[rows].astype(np.int64) for column in (joint.offset, joint.size))
+            if joint.counted_as == counted_as(self.geometry_digest) and not self._fake_tokens:
+                return _columns(joint.counts(rows), offset, size)
+            return self._count(joint.media(rows), offset, size)
         indexes = self._open_indexes(source, shards)
         offset, size = (np.concatenate(parts) for parts in zip(*((i.offset, i.size) for i in indexes), strict=True))
         return self._count(join_columns([index.media for index in indexes]), offset, size)
@@ -155,15 +158,10 @@ class OpenDatasets:
 
     def _count(self, media: MediaColumns, offset: Ints, size: Ints) -> SampleColumns:
         counted = count_tokens(media, self._geometry)
-        fake = np.where(num_media(media) == 0, self._fake_tokens, 0) if self._fake_tokens else 0
-        return SampleColumns(
-            tokens=counted.tokens + fake,
-            vision_tokens=counted.vision_tokens + fake,
-            vision_patches=counted.vision_patches,
-            vision_squares=counted.vision_squares,
-            offset=offset,
-            num_bytes=size,
-        )
+        if self._fake_tokens:
+            fake = np.where(num_media(media) == 0, self._fake_tokens, 0)  # [n]
+            counted = replace(counted, tokens=counted.tokens + fake, vision_tokens=counted.vision_tokens + fake)
+        return _columns(counted, offset, size)
 
     def span(self, ref: Ref) -> Span:
         """Return where the bytes of a sample lie."""
@@ -253,6 +251,17 @@ class OpenDatasets:
         sizes = self.manifests[source].shards.column("samples")
         largest = sizes.index(max(sizes))
         return max(float(self(source, largest).tokens.mean()), 1.0)
+
+
+def _columns(counted: TokenColumns, offset: Ints, size: Ints) -> SampleColumns:
+    return SampleColumns(
+        tokens=counted.tokens,
+        vision_tokens=counted.vision_tokens,
+        vision_patches=counted.vision_patches,
+        vision_squares=counted.vision_squares,
+        offset=offset,
+        num_bytes=size,
+    )
 
 
 def _shards_and_rows(refs: Sequence[Ref]) -> tuple[Ints, Ints]:

@@ -50,7 +50,7 @@ def open_planner(
         fake_tokens=fake_tokens,
         max_indexes=max(1024, 3 * options.group_shards * len(sources)),
     )
-    config = options.plan(f"{geometry.digest()}+{fake_tokens}", epochs_before=epochs_before)
+    config = options.plan(f"{datasets.geometry_digest}+{fake_tokens}", epochs_before=epochs_before)
     planner = Planner(datasets.specs(weigh_by=options.weigh_by), datasets, config, allow=options.allow)
     return datasets, planner, geometry
 
@@ -58,8 +58,7 @@ def open_planner(
 def _stored_geometry(opened: Sequence[tuple[Store, Manifest]]) -> Geometry:
     found: list[Geometry] = []
     for _, manifest in opened:
-        stored = manifest.tokens.geometry
-        geometry = Geometry.from_json(stored) if stored else Geometry.unknown()
+        geometry = manifest.geometry
         if geometry not in found:
             found.append(geometry)
     if len(found) > 1:

@@ -23,7 +23,7 @@ Files, in the order the data meets them:
 """
 
 from vlm_stream.tokens.columns import MediaColumns, TokenColumns, join_columns
-from vlm_stream.tokens.count import FAKE_IMAGE_SIZE, count_tokens, fake_image_tokens
+from vlm_stream.tokens.count import FAKE_IMAGE_SIZE, count_tokens, counted_as, fake_image_tokens
 from vlm_stream.tokens.estimate import (
     estimate_image_tokens,
     estimate_sample_length,
@@ -53,6 +53,7 @@ __all__ = [
     "count_frames",
     "count_text_tokens",
     "count_tokens",
+    "counted_as",
     "estimate_image_tokens",
     "estimate_sample_length",
     "estimate_video_tokens",

@@ -8,7 +8,7 @@ video for Gemma-3) is taken for 500 tokens; `check_media_sizes` rejects it where
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from vlm_stream.tokens.geometry import Geometry
     from vlm_stream.tokens.rules.base import Floats, Ints, MediaCounts
 
-__all__ = ["FAKE_IMAGE_SIZE", "count_tokens", "fake_image_tokens"]
+__all__ = ["FAKE_IMAGE_SIZE", "count_tokens", "counted_as", "fake_image_tokens"]
+
+_RULES_VERSION: Final = 1
+"""To be raised when a rule counts otherwise than before: datasets keep counts."""
 
 FAKE_IMAGE_SIZE = (56, 56)
 """Height and width of the white image that text-only samples get where every rank must run the vision tower."""
@@ -57,6 +60,11 @@ def count_tokens(columns: MediaColumns, geometry: Geometry) -> TokenColumns:
             patches = patches + _sum_rows(counts.patches, splits)
             squares = squares + _sum_floats(counts.squares, splits)
     return TokenColumns(tokens=tokens, vision_tokens=vision, vision_patches=patches, vision_squares=squares)
+
+
+def counted_as(geometry_digest: str) -> str:
+    """Return what identifies counts: where it is the same, `count_tokens` gives the same numbers."""
+    return f"{_RULES_VERSION}:{geometry_digest}"
 
 
 def fake_image_tokens(geometry: Geometry) -> int:
