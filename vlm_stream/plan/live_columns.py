@@ -59,9 +59,14 @@ class LiveColumns:
 
     def _portions(self, slots: Ints) -> Iterator[Ints]:
         """Cut places into portions whose indexes fit into some tens of megabytes."""
-        sizes = self.splits[slots + 1] - self.splits[slots]
-        portion = np.cumsum(sizes) // _SAMPLES_AT_ONCE
-        return (slots[portion == number] for number in np.unique(portion))
+        if not len(slots):
+            return
+        ends = np.cumsum(self.splits[slots + 1] - self.splits[slots])
+        if ends[-1] < _SAMPLES_AT_ONCE:
+            yield slots
+            return
+        portion = ends // _SAMPLES_AT_ONCE
+        yield from (slots[portion == number] for number in np.unique(portion))
 
 
 def read_shards(read: ColumnReader, number: int, spec: SourceSpec, shards: Sequence[int]) -> SampleColumns:

@@ -69,11 +69,11 @@ def epoch_layout(spec: SourceSpec, key: Key, config: OrderConfig, *, shuffle: bo
     shards = permutation(_for(key, "shards"), len(sizes)) if shuffle else np.arange(len(sizes), dtype=np.int64)
     quotas = sizes if spec.sample_ratio == 1.0 else _quotas(sizes, spec.sample_ratio, _for(key, "quota"))
     quotas = quotas[shards]
-    ends = np.concatenate([[0], np.cumsum(quotas)])
-    begins = ends[:: config.group_shards]
-    if (len(sizes) % config.group_shards) or not len(sizes):
-        begins = np.append(begins, ends[-1])
-    return EpochLayout(shards=shards, quotas=quotas, group_begins=begins.astype(np.int64))
+    ends = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(quotas, out=ends[1:])
+    num_groups = max(-(-len(sizes) // config.group_shards), 1)
+    begins = ends[np.minimum(np.arange(num_groups + 1) * config.group_shards, len(sizes))]
+    return EpochLayout(shards=shards, quotas=quotas, group_begins=begins)
 
 
 def _quotas(sizes: Ints, ratio: float, key: Key) -> Ints:

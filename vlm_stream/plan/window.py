@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,7 +62,7 @@ class Terms:
     epochs: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: the digest is kept once it was asked for
 class Window:
     """One planned window."""
 
@@ -79,11 +80,14 @@ class Window:
     """[u] Cost in the vision tower."""
     hashes: npt.NDArray[np.uint64]
     """[u] Of the refs in each unit."""
-    digest: str
-    """Of all units: what a resume has to find again."""
     dropped: tuple[Dropped, ...]
     closes: bool
     """The last window of an epoch that is closed by itself, or of the run: the step that ends it is filled up."""
+
+    @cached_property
+    def digest(self) -> str:
+        """Return the digest of all units: what a resume has to find again."""
+        return hashlib.blake2b(self.hashes.astype("<u8").tobytes(), digest_size=8).hexdigest()
 
     @property
     def num_units(self) -> int:
@@ -137,7 +141,6 @@ def plan_window(cursor: Cursor, streams: Sequence[SourceStream], config: PlanCon
         llm=_sums(llm_cost(members.tokens, config.balance.costs), splits),
         vit=_sums(members.vit, splits),
         hashes=hashes,
-        digest=hashlib.blake2b(hashes.astype("<u8").tobytes(), digest_size=8).hexdigest(),
         dropped=cut.dropped,
         closes=ended,
     )

@@ -36,7 +36,8 @@ def local_path(url: str) -> str:
                 f"Write three slashes for a local path: file:///{parts.netloc}{parts.path}"
             )
         return str(Path(unquote(parts.path)).absolute())
-    return str(Path(url).expanduser().absolute())
+    path = Path(url)
+    return str(path if path.is_absolute() else path.expanduser().absolute())
 
 
 def join_url(root: str, path: str) -> str:
