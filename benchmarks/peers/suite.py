@@ -335,7 +335,7 @@ def start(suite: Suite) -> Results:
         folders = {name: str(suite.written(name, raw, 20)) for name in suite.loaders}
         warm = {name: str(suite.written(name, suite.raw(200, small=True), 20)) for name in suite.loaders}
         # More often than the rest: a few milliseconds are even noisier than bytes.
-        found[str(shards)] = suite.in_turns("start", times=3, where=folders.get, warm=warm.get, shuffle=1000)
+        found[str(shards)] = suite.in_turns("start", times=5, where=folders.get, warm=warm.get, shuffle=1000)
     return found
 
 

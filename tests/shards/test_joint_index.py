@@ -29,7 +29,8 @@ from vlm_stream.shards.foreign import IndexOptions
 from vlm_stream.shards.layout import index_name
 from vlm_stream.storage import open_store
 from vlm_stream.storage.local import LocalStore
-from vlm_stream.tokens import MediaColumns
+from vlm_stream.stream import StreamOptions, normalise_sources, open_planner
+from vlm_stream.tokens import MediaColumns, TokenColumns, count_tokens, counted_as
 
 JOINT = "dataset.indexes.arrow"
 
@@ -70,6 +71,10 @@ def assert_same(folder: Path) -> None:
     some = [(joint.shard(shard), row) for shard, row in places.tolist()]
     assert joint.spans(*places.T) == [index.span(row) for index, row in some]
     assert joint.names(*places.T) == [(index.path, index.key(row)) for index, row in some]
+    assert joint.counted_as == counted_as(manifest.geometry.digest())
+    kept, counted = joint.counts(slice(None)), count_tokens(joint.media(slice(0, sum(sizes))), manifest.geometry)
+    for field in fields(TokenColumns):
+        np.testing.assert_array_equal(getattr(kept, field.name), getattr(counted, field.name), err_msg=field.name)
 
 
 def keys_of(folder: Path) -> list[str]:
@@ -192,6 +197,67 @@ def test_verify_finds_one_that_says_something_else(dataset):
     (dataset / "dataset.json").write_text(wrong.to_json())
     (problem,) = verify_dataset(str(dataset)).problems
     assert "does not hold what the indexes of the shards do" in problem.detail
+
+
+def rewrite(dataset: Path, change) -> None:
+    """Write another joint index, which the manifest describes."""
+    manifest = load_manifest(open_store(str(dataset)))
+    table = change(pa.ipc.open_stream((dataset / JOINT).read_bytes()).read_all())
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    data = sink.getvalue().to_pybytes()
+    (dataset / JOINT).write_bytes(data)
+    (dataset / "dataset.json").write_text(replace(manifest, joint_index_crc32c=crc32c.crc32c(data)).to_json())
+
+
+def with_other_counts(table: pa.Table) -> pa.Table:
+    numbers = [number + 1 for number in table.column("tokens").to_pylist()]
+    return table.set_column(table.schema.get_field_index("tokens"), "tokens", [numbers])
+
+
+def without_counts(table: pa.Table) -> pa.Table:
+    return table.drop_columns(["tokens", "vision_tokens", "vision_patches", "vision_squares"]).replace_schema_metadata()
+
+
+def counted_by_other_rules(table: pa.Table) -> pa.Table:
+    return with_other_counts(table).replace_schema_metadata({"counted_as": "0:of another release"})
+
+
+def columns_of(dataset: Path, processor=None, **options) -> list[list[float]]:
+    datasets, _, _ = open_planner(normalise_sources(str(dataset)), StreamOptions(mode="plain", **options), processor)
+    columns = datasets.read_many(0, range(25))
+    return [getattr(columns, field.name).tolist() for field in fields(columns)]
+
+
+def test_counts_are_taken_as_they_are_kept_for_the_same_geometry_alone(dataset, processor):
+    expected, exact = columns_of(dataset), columns_of(dataset, processor)
+    assert expected != exact
+    rewrite(dataset, with_other_counts)
+    assert columns_of(dataset)[0] == [number + 1 for number in expected[0]]
+    assert columns_of(dataset)[1:] == expected[1:]
+    assert columns_of(dataset, fps=1.0) == expected  # by a guess each video is the same, but the geometry is another
+    assert columns_of(dataset, processor) == exact
+    (problem,) = verify_dataset(str(dataset)).problems
+    assert "does not hold what the indexes of the shards do" in problem.detail
+
+
+@pytest.mark.parametrize("change", [without_counts, counted_by_other_rules])
+def test_one_of_an_earlier_release_is_counted_anew(dataset, change):
+    expected, keys = columns_of(dataset), keys_of(dataset)
+    rewrite(dataset, change)
+    without_indexes(copy := Path(shutil.copytree(dataset, dataset.with_name("without"))))
+    assert columns_of(copy) == expected
+    assert keys_of(copy) == keys
+    assert verify_dataset(str(dataset)).problems == ()
+
+
+def test_a_fake_image_is_counted_on_top(dataset, processor, saved_processor):
+    recount_dataset(str(dataset), processor=str(saved_processor))
+    plain, faked = columns_of(dataset, processor), columns_of(dataset, processor, fake_image=True)
+    added = {more - less for less, more in zip(plain[0], faked[0], strict=True)}
+    assert len(added) == 2
+    assert min(added) == 0
 
 
 def test_a_recount_writes_it_anew(dataset, saved_processor):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import tarfile
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+import crc32c
 import numpy as np
 import pytest
 
@@ -231,6 +233,31 @@ def test_a_manifest_is_trusted_as_it_was_written_and_looked_at_closely_otherwise
     path.write_text(text.replace(manifest.digest, "0" * 64))
     with pytest.raises(DatasetError, match="does not have the digest that it states"):
         load_manifest(open_store(str(dataset)))
+
+
+def test_columns_of_a_manifest_are_read_when_they_are_asked_for(dataset: Path) -> None:
+    store = open_store(str(dataset))
+    shards, sent = load_manifest(store).shards, pickle.loads(pickle.dumps(load_manifest(store).shards))
+    for each in (shards, sent):
+        assert len(each) == 4
+        assert not isinstance(each._columns["index_sha256"], list)
+        assert each.column("index_sha256") == [entry.index_sha256 for entry in each]
+        assert isinstance(each._columns["index_sha256"], list)
+    assert sent == shards
+    assert sent.without_etags() == shards
+
+
+def test_another_form_with_a_right_checksum_is_told_by_its_version(dataset: Path) -> None:
+    """What a later release may write: the columns cannot be cut out, or mean something else."""
+    from vlm_stream.shards import manifest
+
+    path = dataset / "dataset.json"
+    _, _, rest = path.read_text().partition(",\n")
+    newer = rest.replace('"version": 3', '"version": 4')
+    for text in (newer, newer.replace('"shards": {\n', '"shards": {')):
+        path.write_text(manifest._HEAD.format(crc32c.crc32c(text.encode())) + text)
+        with pytest.raises(DatasetError, match="has format version 4"):
+            load_manifest(open_store(str(dataset)))
 
 
 def test_manifests_of_the_first_format_are_read(dataset: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vlm_stream.errors import AccessError, ConfigError, NotFoundError, StorageError
-from vlm_stream.storage import Store, open_store
+from vlm_stream.storage import Store, local, open_store
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -99,7 +99,7 @@ def test_no_permission(tmp_path, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # a superuser may read everything, so the refusal is made up
+    monkeypatch.setattr(local, "FileIO", refuse)  # a superuser may read everything, so the refusal is made up
     with pytest.raises(AccessError, match="may not be opened by this user"):
         open_store(str(tmp_path)).get("x")
 

@@ -8,16 +8,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vlm_stream.errors import BadSampleError, ChangedObjectError, NotFoundError
-from vlm_stream.storage import Member, ReadOptions, SpanReader, open_store, read_ahead
+from vlm_stream.storage import Member, ReadOptions, SpanReader, engine, open_store, read_ahead
 from vlm_stream.storage.local import LocalStore
 from vlm_stream.storage.read_ahead import _Flight, _Waiting
 
 
-@pytest.fixture(params=["in memory", "on disk"], autouse=True)
+@pytest.fixture(params=["in memory", "many bytes in memory", "on disk"], autouse=True)
 def residency(request, monkeypatch):
-    """Read both ways: files in the page cache without threads, others with them."""
+    """Read all ways: few bytes of the page cache at once, many when they are due, others by threads."""
     if request.param == "on disk":
         monkeypatch.setattr(LocalStore, "is_resident", lambda *_: False)
+        monkeypatch.setattr(LocalStore, "fetch_resident", lambda *_: None)
+    if request.param == "many bytes in memory":
+        monkeypatch.setattr(engine, "_FEW_BYTES", 0)
     return request.param
 
 
@@ -97,7 +100,7 @@ def test_of_what_lies_in_memory_one_group_is_read_at_a_time(local_shards, reside
             ahead.append(num_pulled - number)
             for position, result in enumerate(results, begin):
                 local_shards.assert_equal(position, result)
-    assert max(ahead) == 1 if residency == "in memory" else max(ahead) > 4
+    assert max(ahead) > 4 if residency == "on disk" else max(ahead) == 1
 
 
 @given(data=st.data())

@@ -1,15 +1,19 @@
 """What stands between a new loader and its first batch: as few imports, connections and decoded columns as can be."""
 
+import gc
 import subprocess
 import sys
 
 import pytest
 from pydantic import TypeAdapter
 
-from vlm_stream import VLMStream
+from vlm_stream import StreamLoader, VLMStream
 from vlm_stream.errors import ConfigError
-from vlm_stream.storage import StoreOptions, engine
+from vlm_stream.plan import Planner
+from vlm_stream.storage import SpanReader, StoreOptions, engine
+from vlm_stream.storage.local import LocalStore
 from vlm_stream.stream import StreamOptions, normalise_sources, open_planner
+from vlm_stream.stream.datasets import OpenDatasets
 
 
 def test_the_first_batch_imports_nothing_heavy(toy_shards, saved_processor):
@@ -37,6 +41,25 @@ def test_planning_decodes_no_places(toy_shards, processor):
         for ref in unit.refs:
             datasets.span(ref)
     assert {number for number, index in enumerate(indexes) if "places" in vars(index)} == wanted
+
+
+@pytest.mark.parametrize("with_processor", [False, True])
+def test_a_run_that_is_left_is_let_go_of_at_once(toy_shards, processor, with_processor):
+    """With its indexes and the files that it had open: a circle would keep them until the collector comes by."""
+
+    def leave():
+        loader = StreamLoader(toy_shards, processor=processor if with_processor else None, pack_size=1024)
+        next(iter(loader))
+
+    leave()
+    gc.collect()
+    gc.disable()
+    try:
+        leave()
+        left = [one for one in gc.get_objects() if type(one) in (LocalStore, OpenDatasets, Planner, SpanReader)]
+        assert not left
+    finally:
+        gc.enable()
 
 
 def test_samples_come_over_the_connections_that_brought_the_indexes(toy_shards, processor, monkeypatch):
