@@ -5,8 +5,8 @@ columns of all shards, and the `ShardIndex` of any. It is a copy: where it is mi
 describes, the indexes of the shards say the same, only later. An Arrow stream without compression: four times as large
 as Parquet, but its columns are looked at where they lie.
 
-It also keeps what the samples cost by the geometry that the dataset was counted for, and says by which rules: a run with
-that geometry need not count. Others do, as they would with the indexes of the shards.
+It also keeps what the samples cost by the geometry that the dataset was counted for, and says by which rules: a run
+with that geometry need not count. Others do, as they would with the indexes of the shards.
 
 Large datasets have none. A run shuffles over a few thousand samples at a time; where these lie in a handful of shards,
 a handful of indexes is soon read, and all indexes of the dataset would not be.
