@@ -174,6 +174,8 @@ def _draw_fresh(
         for n in numbers.tolist()
     ]
     draws = draw(cursor.draw, config.window, terms.shares, left, terms.stop)
+    if len(streams) == 1:
+        return streams[0].take(cursor.positions[0], len(draws.sources)), draws.next_draw, draws.ended
     sources = numbers[draws.sources]
     counts = np.bincount(sources, minlength=len(streams)).tolist()
     taken = {

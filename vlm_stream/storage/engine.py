@@ -72,7 +72,7 @@ class Engine:
 
         Returns:
             None when the bytes are in memory already: `read_now` is then cheaper than any thread. If they are few, the
-            bytes: to look whether they are there takes as long as to read them.
+            bytes, which the caller counts: to look whether they are there takes as long as to read them.
         """
         store = self._store(request.root)
         source = self._sources[request.root]
@@ -81,7 +81,6 @@ class Engine:
                 if request.size <= _FEW_BYTES:
                     fetched = store.fetch_resident(request.path, request.offset, request.size)
                     if fetched is not None:
-                        self.metrics.add(requests=1, bytes_read=request.size)
                         return fetched
                 elif store.is_resident(request.path, request.offset, request.size):
                     return None

@@ -162,13 +162,19 @@ class ReadAhead(Generic[T]):
         self._exhausted = not batch
         engine = self._engine()
         spans = [waiting.span for waiting in batch]
+        num_fetched = num_bytes = 0
         for request in plan_requests(spans, self._options, engine.local_roots({span.root for span in spans})):
             users = [batch[position] for position in request.spans]
             flight = _Flight(request, engine.submit(request), users)
             self._in_memory &= not isinstance(flight.future, Future)
+            if isinstance(flight.future, Fetched):
+                num_fetched += 1
+                num_bytes += request.size
             for waiting in users:
                 waiting.flights.append(flight)
             self._num_ahead += request.size
+        if num_fetched:
+            engine.metrics.add(requests=num_fetched, bytes_read=num_bytes)
         self._queue.extend(batch)
 
     def _land(self, waiting: _Waiting) -> None:

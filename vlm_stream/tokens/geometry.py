@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Geometry"]
 
 _VERSION = 1
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,5 +102,4 @@ class Geometry:
 
     def digest(self) -> str:
         """Return a short name of everything that decides counts; equal geometries have equal digests."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(_ENCODER.encode(self.to_json()).encode()).hexdigest()[:16]
