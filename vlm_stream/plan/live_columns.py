@@ -66,7 +66,7 @@ class LiveColumns:
             yield slots
             return
         portion = ends // _SAMPLES_AT_ONCE
-        yield from (slots[portion == number] for number in np.unique(portion))
+        yield from (slots[portion == number] for number in sorted(set(portion.tolist())))
 
 
 def read_shards(read: ColumnReader, number: int, spec: SourceSpec, shards: Sequence[int]) -> SampleColumns:
