@@ -6,13 +6,12 @@ __all__ = ["EXPLANATIONS", "README_ROWS"]
 
 EXPLANATIONS = [
     "- **1, bytes from disk.** LitData maps its files, copies samples out of the map and checks nothing. We read (a "
-    "mapped file that is cut short while it is used kills the process, and shards are what people overwrite) into a "
-    "few blocks that stay in the processor's cache, and compare every sample with its crc32c. As they are, the two are "
-    "about level: here LitData is ahead by 6 %, in a run of these two alone on the same day we were by 11 %. Where "
-    "the comparison is added behind loaders that have none, we are ahead by 10 % here, and by 34 % in that other run. "
-    "To read and sum 478 MB takes 60 of our 140 ms: the sum runs at the processor's limit (24 GB/s, the same in three "
-    "libraries), a map that is summed where it lies takes 48 ms, and a thread that reads ahead gained nothing under "
-    "the interpreter lock. WebDataset and Energon parse tar headers for every member; HF decodes parquet pages.",
+    "mapped file that is cut short while it is used kills the process, and shards are what people overwrite), compare "
+    "every sample with its crc32c, and hand out views of what was read. A batch is read as a whole and let go of as a "
+    "whole, so that two blocks take turns, which the processor's cache holds. The margin over LitData changes from run "
+    "to run, with what the machine's other guests leave of that cache; the row in which everybody compares every byte "
+    "is the wider one. Reading and summing take half of our time, the sum at the processor's limit. WebDataset and "
+    "Energon parse tar headers for every member; HF decodes parquet pages.",
     "- **2, bytes from S3.** Neighbours are read by one request each way up to 16 MB, many at a time, and only what "
     "is wanted. WebDataset starts a command for each shard; MosaicML Streaming and LitData download whole shards "
     "first.",
@@ -30,10 +29,10 @@ EXPLANATIONS = [
     "Streaming and LitData (without packing) are exact too. Energon restores its buffers by reading them again and "
     "takes another world's state in silence; HF loses what its shuffle buffer held.",
     "- **7, state.** JSON of a position; MosaicML Streaming's is smaller still.",
-    "- **8, start.** From 100 shards LitData is ahead by two milliseconds: it opens one file, and mixes what it finds "
-    "in it. Our shuffle mixes 256 shards from the first batch on, and opens the sixteen that the batch comes from; "
-    "manifest and indexes are two files, looked at column by column where they lie, which is why a thousand shards "
-    "take us no longer than LitData.",
+    "- **8, start.** From 100 shards LitData and we are level, within less than the spread: it opens one file, and "
+    "mixes what it finds in it; our shuffle mixes 256 shards from the first batch on, and opens the sixteen that the "
+    "batch comes from. Manifest and indexes are two files, of which only the columns that are asked for are looked at, "
+    "and what samples cost is in them; so a thousand shards take us less than LitData.",
     "- **9, memory.** Shuffling is arithmetic on positions here, and in MosaicML Streaming and LitData; the others "
     "hold the shuffled samples' bytes.",
     "- **10, damage.** Checksums of every sample in the index: one sample is left out and named. Without them a "
