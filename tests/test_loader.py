@@ -271,12 +271,13 @@ def test_the_trainer_of_transformers_takes_it(toy_shards, processor, tmp_path):
     assert result.training_loss > 0
 
 
-def test_accelerate_prepares_the_bare_stream(toy_shards, processor):
+def test_accelerate_cannot_cut_the_batches_of_a_bare_stream(toy_shards, processor):
     from accelerate import Accelerator
 
-    stream = VLMStream(toy_shards, processor=processor, options=StreamOptions(pack_size=1024))
+    stream = VLMStream(toy_shards, processor=processor, pack_size=1024)
     prepared = Accelerator(cpu=True).prepare(DataLoader(stream, batch_size=None))
-    assert equal(ids(prepared), ids(stream))
+    with pytest.raises(ConfigError, match=r"batch\['position_ids'\] was cut from 4 to 1 rows"):
+        next(iter(prepared))
 
 
 def test_a_state_of_another_dataset_is_refused(toy_shards, image_shards, processor):

@@ -12,21 +12,38 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Batch": "vlm_stream.batch",
+    "RawSample": "vlm_stream.stream",
+    "StoreOptions": "vlm_stream.storage",
     "StreamLoader": "vlm_stream.loader",
+    "StreamOptions": "vlm_stream.stream",
     "VLMStream": "vlm_stream.stream",
     "VlmStreamError": "vlm_stream.errors",
     "finish_pixels": "vlm_stream.pixels",
     "make_shards": "vlm_stream.shards",
 }
 
-__all__ = ["StreamLoader", "VLMStream", "VlmStreamError", "__version__", "finish_pixels", "make_shards"]
+__all__ = [
+    "Batch",
+    "RawSample",
+    "StoreOptions",
+    "StreamLoader",
+    "StreamOptions",
+    "VLMStream",
+    "VlmStreamError",
+    "__version__",
+    "finish_pixels",
+    "make_shards",
+]
 
 if TYPE_CHECKING:
+    from vlm_stream.batch import Batch
     from vlm_stream.errors import VlmStreamError
     from vlm_stream.loader import StreamLoader
     from vlm_stream.pixels import finish_pixels
     from vlm_stream.shards import make_shards
-    from vlm_stream.stream import VLMStream
+    from vlm_stream.storage import StoreOptions
+    from vlm_stream.stream import RawSample, StreamOptions, VLMStream
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`StreamLoader`: ready batches for a trainer, and the state of what the trainer has consumed.
+"""`StreamLoader`: ready batches for a trainer, and the state of what the trainer was given.
 
 It runs a `VLMStream` in worker processes and keeps, for each batch that it hands out, the cursor behind it. So the
 state never counts what workers prefetched, and it is the same on every rank: a few kilobytes of JSON that fit any
@@ -7,29 +7,54 @@ number of ranks and workers.
 
 from __future__ import annotations
 
-import copy
 import inspect
-import json
+import itertools
 import os
 import time
-from typing import TYPE_CHECKING, Any, Final
+import weakref
+from collections import deque
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from vlm_stream.batch import Batch
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.ledger import Ledger
 from vlm_stream.metrics import Meter, resident_bytes, serve_prometheus
 from vlm_stream.pixels.feed import DeviceFeed
 from vlm_stream.pixels.finish import DEFAULT_DTYPE
-from vlm_stream.stream import Position, StreamOptions, VLMStream
+from vlm_stream.stream import (
+    LengthEstimate,
+    Position,
+    RunState,
+    StreamOptions,
+    VLMStream,
+    check_world,
+    count_rounds,
+    estimate_length,
+    is_endless,
+    length_key,
+    open_processor,
+)
 from vlm_stream.workers import WorkerOptions, WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import TracebackType
 
-    from vlm_stream.stream import Delivery, Sources
+    from vlm_stream.stream import Delivery, Sources, World
 
 __all__ = ["LOADER_ARGUMENTS", "StreamLoader"]
 
-_KEY = "vlm_stream"
+_KEPT_PLACES: Final = 64
+
+
+class _Place(NamedTuple):
+    """Where a loader stands."""
+
+    position: Position
+    rounds: int
+    batches: int
 
 
 class StreamLoader:
@@ -40,7 +65,8 @@ class StreamLoader:
     ...     loss = model(**batch, use_cache=False).loss
 
     It follows the `Stateful` protocol of torch.distributed.checkpoint. Iterating again after the end delivers the next
-    epoch. The other keyword arguments are the fields of `StreamOptions`.
+    epoch; with `train=False` every iteration delivers the same. The other keyword arguments are the fields of
+    `StreamOptions`.
 
     Args:
         sources: A path or URL, a list of them, or `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`.
@@ -51,13 +77,15 @@ class StreamLoader:
         worker_timeout: Seconds after which a worker that finishes nothing is replaced; None: never.
         max_restarts: Workers that may be replaced before the run ends.
         start_method: How workers start: "fork", "spawn" or "forkserver"; None: the platform's default.
-        rank: Data-parallel rank; by default the device mesh's, torch.distributed's, torchrun's, or 0.
+        rank: Data-parallel rank. By default it is found when iteration starts: the device mesh's, torch.distributed's,
+            Ray Train's, that of torchrun, MPI or SLURM, or 0 of 1.
         world_size: Number of data-parallel ranks, likewise.
         device_mesh: A `DeviceMesh`: model-parallel peers get the same data.
         device: Where batches are delivered, their pixels finished there: workers then send compact pixels if the
             processor's family has a path for them. On CUDA the next batch is copied while the trainer works on this
             one. None: batches stay on the CPU, as `pixels` says.
         dtype: Of the pixels of batches that are delivered to a device; bfloat16 by default.
+        options: All `StreamOptions` as one value, instead of its fields as keywords.
     """
 
     def __init__(
@@ -75,7 +103,8 @@ class StreamLoader:
         device_mesh: Any = None,
         device: Any = None,
         dtype: Any = None,
-        **options: Any,
+        options: StreamOptions | None = None,
+        **keywords: Any,
     ) -> None:
         """Keep the settings; nothing is opened before iteration starts."""
         if num_workers < 0 or prefetch_batches < 1:
@@ -89,12 +118,12 @@ class StreamLoader:
                 f"give device= as well, or call finish_pixels(batch, dtype=...) yourself"
             )
         self._feed = None if device is None else DeviceFeed(device, dtype or DEFAULT_DTYPE)
-        if self._feed is not None:
-            options = {"pixels": "compact"} | options
+        if self._feed is not None and options is None:
+            keywords = {"pixels": "compact"} | keywords
         self.stream = VLMStream(
             sources,
             processor=processor,
-            options=StreamOptions.parse(options, others=LOADER_ARGUMENTS),
+            options=StreamOptions.of(options, keywords, others=LOADER_ARGUMENTS),
             rank=rank,
             world_size=world_size,
             device_mesh=device_mesh,
@@ -108,11 +137,11 @@ class StreamLoader:
         )
         self.ledger = Ledger(max_rate=self.stream.options.bad_budget)
         self._meter = Meter()
-        self._pool: WorkerPool | None = None
-        self._position = Position.at(None)
-        self._taken = self._position
-        """Behind what was taken from the workers: ahead of the other where batches are sent to a device early."""
-        self._rounds = 0
+        self._place = _Place(Position.at(None), 0, 0)
+        self._places: deque[_Place] = deque(maxlen=_KEPT_PLACES)
+        """Where it stood before each of the latest batches."""
+        self._length: tuple[str, int] | None = None
+        self._running: weakref.ref[_Iteration] | None = None
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], **overrides: Any) -> StreamLoader:
@@ -121,47 +150,141 @@ class StreamLoader:
 
         return cls(**(load_config(path) | overrides))
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield batches from the current position to the end of the epoch (or for ever)."""
-        self.stream.epochs_before = self._rounds * (self.stream.options.epochs or 0)
-        deliveries = self._deliveries()
-        begin = time.monotonic()
-        try:
-            for delivery, batch in self._finished(deliveries):
-                self._position = delivery.behind
-                self._meter.add(delivery, time.monotonic() - begin)
-                self.ledger.saw(delivery.num_samples)
-                self.ledger.extend(delivery.bad)
-                yield batch
-                begin = time.monotonic()
-        finally:
-            deliveries.close()  # type: ignore[attr-defined]  # a generator: it ends the workers
-            self._position = self._taken = self._position.written()
-        self._rounds += 1
+    @property
+    def options(self) -> StreamOptions:
+        """Return how samples become batches."""
+        return self.stream.options
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position behind the last batch handed out, as JSON values."""
-        return {_KEY: copy.deepcopy(self._position.state()), "rounds": self._rounds}
+    @property
+    def world(self) -> World:
+        """Return the data-parallel rank that this process iterates with, or would if it began now."""
+        running = self._iteration
+        return self.stream.world if running is None else running.world
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield batches from the current position to the end of the epoch (or for ever).
+
+        An iterator that is still open is closed: there is one position, and one iterator that moves it.
+        """
+        self.close()
+        if not self.options.train:
+            self._place = _Place(Position.at(None), 0, 0)
+        iteration = _Iteration(self, self.stream.world)
+        self._running = weakref.ref(iteration)
+        return iteration
+
+    def close(self) -> None:
+        """End the workers of an iterator that is still open; the position stays where it is."""
+        running = self._iteration
+        if running is not None:
+            running.close("it was closed, or the loader was iterated again")
+
+    def __enter__(self) -> StreamLoader:
+        """Return the loader; leaving the `with` block closes it."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Return how many batches this iteration gives this rank, counted from its beginning.
+
+        Batches that were handed out already count, so a resume does not change it. It is counted from the plan, once,
+        and saved with the state; `estimate_len` is quicker.
+
+        Raises:
+            TypeError: There is no end.
+        """
+        if is_endless(self.options):
+            raise TypeError("this loader has no end (epochs=None or stop='never'), so it has no length; count steps")
+        key = length_key(self.stream.sources, self.options, self.world.size)
+        if self._length is None or self._length[0] != key:
+            (left,) = self.count_batches()
+            self._length = key, left + (self._place.batches if self.options.train else 0)
+        return self._length[1]
+
+    def __bool__(self) -> bool:
+        """Tell that a loader is something: whether it has batches is not asked by `if loader`."""
+        return True
+
+    @property
+    def batches_left(self) -> int:
+        """Return how many batches are still to come in this iteration."""
+        return len(self) - self._place.batches
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """Return how many optimizer steps (of `micro_batches` batches each) the first epoch has; it may be endless."""
+        options = self.options if self.options.epochs == 1 else replace(self.options, epochs=1)
+        counts = count_rounds(self.stream.sources, options, self._processor, self.world.size, RunState())
+        return next(counts).steps
+
+    def count_batches(self, rounds: int = 1) -> list[int]:
+        """Return the batches that are left of this iteration, and those of the ones behind it, `rounds` in all.
+
+        With `train=False` iterations are alike, and each counts whole.
+        """
+        if is_endless(self.options):
+            raise TypeError("this loader has no end (epochs=None or stop='never'), so its batches cannot be counted")
+        is_train = self.options.train
+        state = self._state(self._place) if is_train else RunState()
+        counts = count_rounds(self.stream.sources, self.options, self._processor, self.world.size, state)
+        found = [count.micro_batches for count in itertools.islice(counts, rounds if is_train else 1)]
+        return found if is_train else found * rounds
+
+    def estimate_len(self) -> LengthEstimate:
+        """Return about how many batches an iteration has, and how far off that may be, from its first windows."""
+        if is_endless(self.options):
+            raise TypeError("this loader has no end (epochs=None or stop='never'), so it has no length; count steps")
+        return estimate_length(self.stream.sources, self.options, self._processor, self.world.size)
+
+    def state_dict(self, *, ago: int = 0) -> dict[str, str]:
+        """Return where the loader stands, behind the last batch that it handed out, as one JSON text under one key.
+
+        Args:
+            ago: How many batches the trainer has taken without having trained on them: the state before these.
+        """
+        if ago and not 0 < ago <= len(self._places):
+            raise StateError(
+                f"the state {ago} batches ago is not kept ({len(self._places)} are), so it cannot be saved; ask for "
+                f"states while the batches are handed out"
+            )
+        place = self._places[-ago] if ago else self._place
+        state = self._state(place) if self.options.train else RunState()
+        return state.to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on behind the batch after which `state_dict` was called, with any number of ranks and workers."""
-        if not isinstance(state_dict, dict) or _KEY not in state_dict:
+        """Go on behind the batch after which `state_dict` was called, with any number of ranks and workers.
+
+        An open iterator is closed. A loader with `train=False` checks the state and starts at the beginning all the
+        same.
+        """
+        state = RunState.from_dict(state_dict)
+        if state.skip is not None:
             raise StateError(
-                f"this is not the state of a StreamLoader (it has no '{_KEY}' entry), so there is no position to go on "
-                f"from; pass what loader.state_dict() returned, unwrapped from your checkpoint"
+                "this is the state of one worker of a VLMStream, which knows nothing of the others, so a loader cannot "
+                "go on from it; load what StreamLoader.state_dict() returned"
             )
-        self._position = Position.at(json.loads(json.dumps(state_dict[_KEY])))
-        self._rounds = int(state_dict.get("rounds", 0))
+        self.close()
+        if not self.options.train:
+            return
+        self._place = _Place(Position.at(state.cursor), state.rounds, state.batches)
+        self._places.clear()
+        self._length = state.length
 
     def worker_pids(self) -> list[int]:
         """Return the process ids of the running workers."""
-        return self._pool.pids() if self._pool is not None else []
+        pool = self._pool
+        return pool.pids() if pool is not None else []
 
     def metrics(self) -> dict[str, float]:
         """Return counts, rates and times per stage so far, for TensorBoard, W&B or a table."""
-        return self._meter.numbers(pack_size=self.stream.options.pack_size) | {
-            "ready_batches": self._pool.num_ready() if self._pool is not None else 0,
-            "worker_restarts": self._pool.num_restarts if self._pool is not None else 0,
+        pool = self._pool
+        return self._meter.numbers(pack_size=self.options.pack_size) | {
+            "ready_batches": pool.num_ready() if pool is not None else 0,
+            "worker_restarts": pool.num_restarts if pool is not None else 0,
             "resident_megabytes": resident_bytes([os.getpid(), *self.worker_pids()]) / 1e6,
         }
 
@@ -169,23 +292,118 @@ class StreamLoader:
         """Serve `metrics()` to Prometheus at `http://address:port/metrics`."""
         return serve_prometheus(self.metrics, port, address)
 
-    def _finished(self, deliveries: Iterator[Delivery]) -> Iterator[tuple[Delivery, dict[str, Any]]]:
-        if self._feed is None:
-            return ((delivery, delivery.batch) for delivery in deliveries)
-        return self._feed.batches(deliveries, lambda delivery: delivery.batch)
+    @cached_property
+    def _processor(self) -> Any:
+        return open_processor(self.stream.processor)
 
-    def _deliveries(self) -> Iterator[Delivery]:
-        if not self._workers.num_workers:
-            yield from self.stream.deliveries(self._position.state())
-            return
-        self._taken = self._position
-        self._pool = WorkerPool(self.stream.deliveries, self._position.state(), self._workers)
+    @property
+    def _iteration(self) -> _Iteration | None:
+        return self._running() if self._running is not None else None
+
+    @property
+    def _pool(self) -> WorkerPool | None:
+        running = self._iteration
+        return None if running is None else running.pool
+
+    def _state(self, place: _Place) -> RunState:
+        length = self._length if place.rounds == self._place.rounds else None
+        return RunState(cursor=place.position.state(), rounds=place.rounds, batches=place.batches, length=length)
+
+    def _handed_out(self, delivery: Delivery) -> None:
+        """Note what a batch brought, and move behind it."""
+        self.ledger.saw(delivery.num_samples)
+        self.ledger.extend(delivery.bad)
+        self._meter.add(delivery)
+        self._places.append(self._place)
+        self._place = _Place(delivery.behind, self._place.rounds, self._place.batches + 1)
+
+    def _round_ended(self) -> None:
+        if self.options.train:
+            self._place = _Place(self._place.position.written(), self._place.rounds + 1, 0)
+            self._length = None
+
+
+class _Iteration:
+    """One iteration over a loader. It owns its workers, which end with it, also when it is only dropped."""
+
+    def __init__(self, loader: StreamLoader, world: World) -> None:
+        self._loader = loader
+        self.world = world
+        self.pool: WorkerPool | None = None
+        self._why_closed = ""
+        place = loader._place
+        job = partial(loader.stream.deliveries, world=world, epochs_before=place.rounds * (loader.options.epochs or 0))
+        taken = _Taken(place.position)
+        if loader._workers.num_workers:
+            self.pool = WorkerPool(job, place.position.state(), loader._workers)
+            deliveries = _from_pool(self.pool, taken)
+        else:
+            deliveries = job(place.position.state())
+        feed = loader._feed
+        self._items: Iterator[tuple[Delivery, dict[str, Any]]] = (
+            ((delivery, delivery.batch) for delivery in deliveries)
+            if feed is None
+            else feed.batches(deliveries, lambda delivery: delivery.batch)
+        )
+        # Also at the exit of the interpreter, before the modules that closing needs are taken apart.
+        self._end = weakref.finalize(self, _close, os.getpid(), self._items, deliveries, self.pool)
+
+    def __iter__(self) -> _Iteration:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self._why_closed:
+            raise RuntimeError(
+                f"this iterator over a StreamLoader has ended ({self._why_closed}), so there is no batch to take from "
+                f"it; call iter(loader) for one that goes on where the loader stands"
+            )
+        if not self._end.alive:
+            raise StopIteration
+        loader = self._loader
+        begin = time.monotonic()
         try:
-            for delivery in self._pool.items(lambda: self._taken.state()):
-                self._taken = delivery.behind
-                yield delivery
-        finally:
-            self._pool.close()
+            delivery, batch = next(self._items)
+            check_world(self.world)
+            loader._handed_out(delivery)
+        except StopIteration:
+            loader._round_ended()
+            self._end()
+            raise
+        except BaseException as error:
+            # The workers are past a batch that nobody got: only a new iterator can deliver it.
+            self.close(f"by {type(error).__name__}")
+            raise
+        loader._meter.waited(time.monotonic() - begin)
+        return Batch.sealed(batch)
+
+    def close(self, why: str) -> None:
+        """End the workers; batches that they have ready are built again by whoever goes on."""
+        if self._end.alive:
+            self._why_closed = why
+            self._end()
+            self._loader._place = self._loader._place._replace(position=self._loader._place.position.written())
+
+
+class _Taken:
+    """Behind what was taken from the workers: ahead of the loader where batches are sent to a device early."""
+
+    def __init__(self, position: Position) -> None:
+        self.position = position
+
+
+def _from_pool(pool: WorkerPool, taken: _Taken) -> Iterator[Delivery]:
+    for delivery in pool.items(lambda: taken.position.state()):
+        taken.position = delivery.behind
+        yield delivery
+
+
+def _close(pid: int, items: Any, deliveries: Any, pool: WorkerPool | None) -> None:
+    if os.getpid() != pid:  # a fork of the trainer: the workers are not its own
+        return
+    items.close()
+    deliveries.close()
+    if pool is not None:
+        pool.close()
 
 
 LOADER_ARGUMENTS: Final = tuple(

@@ -29,8 +29,12 @@ class Meter:
         self._reads: dict[int, ReadTotals] = {}
         self._newest_step = 0
 
-    def add(self, delivery: Delivery, waited: float) -> None:
-        """Count one delivery that the consumer waited for so many seconds."""
+    def waited(self, seconds: float) -> None:
+        """Count the time for which the consumer waited for a batch."""
+        self._seconds["wait"] += seconds
+
+    def add(self, delivery: Delivery) -> None:
+        """Count one delivery."""
         counts, seconds = self._counts, self._seconds  # not by `update`, which takes ten times as long
         counts["batches"] += 1
         counts["samples"] += delivery.num_samples
@@ -40,7 +44,6 @@ class Meter:
         counts["rows"] += delivery.num_rows
         for stage, duration in delivery.seconds.items():
             seconds[stage] += duration
-        seconds["wait"] += waited
         self._reads[delivery.pid] = delivery.reads
         self._newest_step = delivery.step
 

@@ -150,7 +150,7 @@ def test_other_lengths_behind_the_same_digest_are_noticed(make):
 def test_damaged_states_are_refused(make):
     plan = make.planner(sources_of(make), CONFIG)
     good = state_in_the_middle(make)
-    for spoil in ({"version": 2}, {"version": None}):
+    for spoil in ({"version": 3}, {"version": None}):
         with pytest.raises(StateError, match="The state has version"):
             plan.steps(SHAPE, {**good, **spoil})
     with pytest.raises(StateError, match="The state has version None"):

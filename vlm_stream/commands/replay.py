@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from vlm_stream.commands.common import add_output_arguments, open_console, print_json
+from vlm_stream.commands.saved_state import add_state_argument, read_saved_state
 from vlm_stream.commands.stream_arguments import add_stream_arguments, loader_arguments, split_options
-from vlm_stream.commands.where import read_state
 from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ HELP: Final = "rebuild the batches of one step and rank, bit for bit"
 EXAMPLES: Final = """\
 examples:
   replay --config recipe.yaml --world 64 --rank 13 --step 41200 --out batch.pt
-  replay shards/ --processor Qwen/Qwen2.5-VL-3B-Instruct --pack-size 8192 --state state.json --step 1200 --out batch.pt
+  replay shards/ --processor Qwen/Qwen2.5-VL-3B-Instruct --pack-size 8192 --state run.pt --step 1200 --out batch.pt
 """
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stream_arguments(parser)
     parser.add_argument("--step", type=int, required=True, metavar="N")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="default: %(default)s")
-    parser.add_argument("--state", metavar="JSON", help="start from a saved state, not from the start of the run")
+    add_state_argument(parser)
     parser.add_argument("--out", required=True, metavar="FILE", help="where torch.save writes the list of batches")
     add_output_arguments(parser)
 
@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
         rank=args.rank,
         world_size=args.world or 1,
     )
-    state = read_state(args.state) if args.state else None
-    deliveries = list(stream.replay(args.step, state))
-    torch.save([delivery.batch for delivery in deliveries], args.out)
+    state, epochs_before = read_saved_state(args.state, stream.options)
+    deliveries = list(stream.replay(args.step, state, epochs_before=epochs_before))
+    torch.save([dict(delivery.batch) for delivery in deliveries], args.out)
     summary = {
         "step": args.step,
         "rank": args.rank,

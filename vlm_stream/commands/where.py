@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.commands.common import add_output_arguments, open_console, print_json
+from vlm_stream.commands.saved_state import add_state_argument, read_saved_state
 from vlm_stream.commands.stream_arguments import add_stream_arguments, loader_arguments, split_options
 from vlm_stream.errors import ConfigError, InputError
 
@@ -16,15 +15,16 @@ if TYPE_CHECKING:
     from vlm_stream.plan import PlannedSample, Planner, Ref
     from vlm_stream.stream.datasets import OpenDatasets
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "read_state", "run"]
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME: Final = "where"
+_ANY_WIDTH: Final = 10_000
 HELP: Final = "which samples a step holds, or at which step and rank a sample is delivered"
 EXAMPLES: Final = """\
 examples:
   where shards/ --config recipe.yaml --world 64 --step 41200 --rank 13
   where shards/ --pack-size 8192 --key 000000512
-  where --config recipe.yaml --world 8 --state state.json --step 1200 --json
+  where --config recipe.yaml --world 8 --state checkpoint.pt --step 1200 --json
 """
 
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--step", type=int, metavar="N", help="name the samples of this step")
     what.add_argument("--key", metavar="K", help="find the next delivery of the sample with this key")
     parser.add_argument("--rank", type=int, metavar="R", help="of this rank alone")
-    parser.add_argument("--state", metavar="JSON", help="start from a saved state, not from the start of the run")
+    add_state_argument(parser)
     add_output_arguments(parser)
 
 
@@ -47,9 +47,14 @@ def run(args: argparse.Namespace) -> int:
     sources, processor, options = split_options(loader_arguments(args))
     parsed = StreamOptions.parse(options)
     named = None if processor is None else open_processor(processor)
-    datasets, planner, _ = open_planner(normalise_sources(sources), parsed, named)
+    state, epochs_before = read_saved_state(args.state, parsed)
+    datasets, planner, _ = open_planner(normalise_sources(sources), parsed, named, epochs_before=epochs_before)
     shape = parsed.shape(args.world or 1)
-    state = read_state(args.state) if args.state else None
+    if args.rank is not None and not 0 <= args.rank < shape.world_size:
+        raise ConfigError(
+            f"there is no rank {args.rank} among {shape.world_size}, so no sample goes to it; ranks count from 0, and "
+            f"--world says how many there are"
+        )
     if args.step is not None:
         found = samples_of_step(planner, shape, args.step, rank=args.rank, state=state)
     else:
@@ -62,20 +67,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(lines)
     return 0 if lines else 1
-
-
-def read_state(path: str) -> dict[str, Any]:
-    """Read the cursor out of a file that holds a loader's state (or a bare cursor) as JSON."""
-    try:
-        state = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the state {path} cannot be read ({error.strerror}); check the path") from error
-    except ValueError as error:
-        raise ConfigError(f"the state {path} is not JSON ({error}); write json.dumps(loader.state_dict())") from error
-    cursor = state.get("vlm_stream", state) if isinstance(state, dict) else state
-    if not isinstance(cursor, dict):
-        raise ConfigError(f"the state {path} holds no position; write json.dumps(loader.state_dict()) after a batch")
-    return cursor
 
 
 def _find_key(key: str, planner: Planner, datasets: OpenDatasets) -> Ref:
@@ -98,10 +89,16 @@ def _line(delivery: PlannedSample, planner: Planner, datasets: OpenDatasets) -> 
 
 
 def _print(lines: list[dict[str, Any]]) -> None:
+    from rich.measure import Measurement
     from rich.table import Table
 
     names = ("step", "rank", "micro", "row", "place", "source", "shard", "key", "tokens")
     table = Table(*names)
     for line in lines:
         table.add_row(*(str(line[name]) for name in names))
-    open_console().print(table if lines else "not delivered any more")
+    console = open_console()
+    # Names are there to be copied: wider than the terminal rather than cut.
+    console.width = max(
+        console.width, Measurement.get(console, console.options.update(width=_ANY_WIDTH), table).maximum
+    )
+    console.print(table if lines else "not delivered any more")

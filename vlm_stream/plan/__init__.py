@@ -14,6 +14,7 @@ samples -> units), `costs`, `model_costs`, `window` (the unit stream), `queue` (
 from __future__ import annotations
 
 from vlm_stream.plan.balance import BalanceConfig
+from vlm_stream.plan.check import OVERRIDES
 from vlm_stream.plan.config import PlanConfig
 from vlm_stream.plan.costs import CostConfig
 from vlm_stream.plan.group import GroupConfig, PlainConfig
@@ -21,16 +22,19 @@ from vlm_stream.plan.mixture import MixtureConfig
 from vlm_stream.plan.model_costs import costs_of_model
 from vlm_stream.plan.order import OrderConfig
 from vlm_stream.plan.pack import PackConfig
-from vlm_stream.plan.planner import Planner
+from vlm_stream.plan.planner import Count, Planner
 from vlm_stream.plan.query import PlannedSample, find_sample, samples_of_step, state_before_step, step_at
 from vlm_stream.plan.report import PlanReport, plan_report
+from vlm_stream.plan.state import read_state
 from vlm_stream.plan.steps import Step
 from vlm_stream.plan.values import ColumnReader, Dropped, Ref, SampleColumns, SourceSpec, StepShape, Unit
 
 __all__ = [
+    "OVERRIDES",
     "BalanceConfig",
     "ColumnReader",
     "CostConfig",
+    "Count",
     "Dropped",
     "GroupConfig",
     "MixtureConfig",
@@ -50,6 +54,7 @@ __all__ = [
     "costs_of_model",
     "find_sample",
     "plan_report",
+    "read_state",
     "samples_of_step",
     "state_before_step",
     "step_at",

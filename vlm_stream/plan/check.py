@@ -32,7 +32,7 @@ __all__ = ["OVERRIDES", "Start", "start_from"]
 
 logger = logging.getLogger(__name__)
 
-OVERRIDES = ("geometry", "plan", "sources")
+OVERRIDES = ("geometry", "plan", "sources", "tokenizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,6 +66,7 @@ def start_from(
         _check_geometry(saved, config, allow),
         _check_sources(saved, streams, allow),
     ]
+    _check_text(saved, config, allow)
     cursor = Cursor(
         window=saved.window,
         draw=saved.draw,
@@ -139,6 +140,16 @@ def _check_geometry(saved: Restored, config: PlanConfig, allow: Collection[str])
             f"stay and the open window is planned anew."
         )
     return True
+
+
+def _check_text(saved: Restored, config: PlanConfig, allow: Collection[str]) -> None:
+    """Refuse other ids for the same text; the plan itself counts by the index and does not change."""
+    if "tokenizer" not in allow and saved.text and config.text and saved.text != config.text:
+        raise StateError(
+            f"The state was written with another tokenizer or chat template ({saved.text:.12}, now {config.text:.12}), "
+            f"so the rest of the run would see other ids for the same text. Use the old processor, or allow "
+            f"'tokenizer': the samples and their order stay as they are."
+        )
 
 
 def _check_sources(saved: Restored, streams: Sequence[SourceStream], allow: Collection[str]) -> bool:

@@ -40,6 +40,8 @@ class PlanConfig:
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     geometry: str = ""
     """Fingerprint of whatever turned media into tokens; a state with another one is refused."""
+    text: str = ""
+    """Fingerprint of tokenizer and chat template; a state with another one is refused. Empty: not known."""
 
     def __post_init__(self) -> None:
         """Refuse windows and epochs that hold nothing."""

@@ -7,7 +7,7 @@ that talk.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,10 +34,22 @@ if TYPE_CHECKING:
 
     Flags = npt.NDArray[np.bool_]
 
-__all__ = ["Planner"]
+__all__ = ["Count", "Planner"]
 
 _MAX_STEPS: Final = 64
 """That are taken together where they are dealt in the order of the stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """How much is left of a stream."""
+
+    steps: int
+    """Steps, one that is begun included."""
+    micro_batches: int
+    """Of each rank."""
+    end: dict[str, Any]
+    """A state at the end, to count on from; its digest does not know what was counted."""
 
 
 class Planner:
@@ -74,6 +86,7 @@ class Planner:
             "sources": [(s.spec.name, s.digest, max(s.epoch_length, 1)) for s in self.streams],
             "plan": self.config.stream_fields(),
             "geometry": self.config.geometry,
+            "text": self.config.text,
         }
 
     def with_config(self, config: PlanConfig) -> Planner:
@@ -93,6 +106,16 @@ class Planner:
         steps found have no state. The rest of a step that a state stands in is always yielded.
         """
         return _Run(self, shape, self.start(state)).steps(wanted)
+
+    def count(self, shape: StepShape, state: dict[str, Any] | None = None) -> Count:
+        """Count what is left from the start or a state on, without dealing it; never ends where the stream does not."""
+        run = _Run(self, shape, self.start(state))
+        begun = [step.shape.micro_batches - step.micro_begin for step in run.steps(lambda _first, _block: False)]
+        return Count(
+            steps=len(begun) + run.num_skipped,
+            micro_batches=sum(begun) + run.num_skipped * shape.micro_batches,
+            end=self.encode(run.queue.place(), run.progress, None, run.start.eras),
+        )
 
     def start(self, state: dict[str, Any] | None = None) -> Start:
         """Return where the stream starts or goes on; refuse a state that does not belong here."""
@@ -127,7 +150,7 @@ class _Run:
         self.shape = shape
         self.start = start
         self.progress = start.progress
-        self.skipped = False
+        self.num_skipped = 0
         self.newest: Cursor | None = None
         """Start of the window that was dealt from last, and its epoch."""
         self.epoch = 0
@@ -148,7 +171,7 @@ class _Run:
         """Count a block's steps without dealing them."""
         num_steps = -(-len(block.table) // self.shape.units_per_step)
         self.progress = replace(self.progress, steps=self.progress.steps + num_steps)
-        self.skipped = True
+        self.num_skipped += num_steps
 
     def finish_partial(self) -> Iterator[Step]:
         """Go on inside an interrupted block; with another shape, put back what it had not delivered."""
@@ -180,7 +203,7 @@ class _Run:
         yield from steps
 
     def _encode(self, place: Place, progress: Progress, partial: Partial | None) -> dict[str, Any]:
-        if self.skipped:
+        if self.num_skipped:
             raise StateError(
                 "Steps found by a search have no state: the digest of what was delivered before them is not known. "
                 "Walk to the step with steps() instead."

@@ -1,7 +1,8 @@
 """A place in the unit stream as JSON, and back.
 
 Enters: a `Place`, what was delivered, the mixture's terms. Leaves: a dict of plain JSON values, a few KB, without
-pickle and without a world size except that of a step that was interrupted. Reading it back is checked in `check.py`.
+pickle and without a world size except that of a step that was interrupted. Reading it back checks types and sizes here
+and whether it fits the plan in `check.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlm_stream.errors import StateError
+from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.plan.balance import BalanceConfig
 from vlm_stream.plan.costs import CostConfig
 from vlm_stream.plan.steps import Partial, Progress
@@ -21,7 +22,7 @@ from vlm_stream.plan.values import StepShape
 from vlm_stream.plan.window import Terms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["VERSION", "Era", "Restored", "read_state", "write_state"]
 
-VERSION = 1
+VERSION = 2
+_MAX_UNITS = 1 << 26  # units of the open windows
+_MAX_CARRY = 1 << 20  # carried samples
+_BYTES_PER_CARRIED = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +69,13 @@ class Restored:
     progress: Progress
     stream_fields: dict[str, Any]
     geometry: str
+    text: str
 
 
 def write_state(
     place: Place, progress: Progress, partial: Partial | None, eras: Sequence[Era], fingerprints: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the state as JSON values; `fingerprints` holds sources (with epoch lengths), plan fields, geometry."""
+    """Return the state as JSON values; `fingerprints` holds sources (with epoch lengths), plan, geometry, text."""
     done = place.done()
     prefix = int(np.argmin(done)) if not done.all() else len(done)
     cursor = place.cursor
@@ -109,6 +114,7 @@ def write_state(
         ],
         "plan": fingerprints["plan"],
         "geometry": fingerprints["geometry"],
+        "text": fingerprints["text"],
     }
     if prefix < len(done):
         state["done_beyond"] = _to_text(np.packbits(done[prefix:]).tobytes())
@@ -118,7 +124,7 @@ def write_state(
     return state
 
 
-def read_state(state: dict[str, Any]) -> Restored:
+def read_state(state: Any) -> Restored:
     """Read a state's JSON; refuse what is not one."""
     version = state.get("version") if isinstance(state, dict) else None
     if version != VERSION:
@@ -127,57 +133,138 @@ def read_state(state: dict[str, Any]) -> Restored:
             f"Resume with the release that wrote it, or start without a state."
         )
     try:
-        return _read(state)
-    except (KeyError, TypeError, ValueError, zlib.error) as error:
+        return _read(_Fields(state))
+    except (KeyError, TypeError, ValueError, ConfigError, zlib.error) as error:
         raise StateError(
             f"The state is damaged ({type(error).__name__}: {error}), so its place in the stream is unknown. "
             f"Use an older checkpoint, or start without a state."
         ) from error
 
 
-def _read(state: dict[str, Any]) -> Restored:
-    sources = state["sources"]
-    refs, age = unpack_carry(state["carry"])
-    done = np.ones(state["units_done"], dtype=bool)
+class _Fields:
+    """The values of a JSON object, each of the type and size that it must have."""
+
+    def __init__(self, values: Any) -> None:
+        if not isinstance(values, dict):
+            raise TypeError(f"an object was expected, not {type(values).__name__}")
+        self._values = values
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def count(self, name: str, most: int = 1 << 62, least: int = 0) -> int:
+        value = self._values[name]
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{name} is {value!r:.80}")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self._values[name]
+        if not isinstance(value, str):
+            raise TypeError(f"{name} is {value!r:.80}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self._values[name]
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r:.80}")
+        return value
+
+    def optional(self, name: str, read: Callable[[str], Any]) -> Any:
+        return None if self._values[name] is None else read(name)
+
+    def fields(self, name: str) -> _Fields:
+        return _Fields(self._values[name])
+
+    def items(self, name: str) -> list[Any]:
+        value = self._values[name]
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{name} is {value!r:.80}")
+        return list(value)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the values, none of which may hold others."""
+        for name, value in self._values.items():
+            if value is not None and not isinstance(value, bool | int | float | str):
+                raise TypeError(f"{name} is {value!r:.80}")
+        return dict(self._values)
+
+
+def _read(state: _Fields) -> Restored:
+    sources = [_Fields(source) for source in state.items("sources")]
+    names = [source.text("name") for source in sources]
+    lengths = [source.count("length", least=1) for source in sources]
+    refs, age = unpack_carry(state.text("carry"))
+    if len(set(names)) < len(names) or (len(refs) and refs[:, 0].max() >= len(names)):
+        raise ValueError("carried samples or sources without a name of their own")
+    done = np.ones(state.count("units_done", _MAX_UNITS), dtype=bool)
     if "done_beyond" in state:
-        bits = np.unpackbits(np.frombuffer(_from_text(state["done_beyond"]), dtype=np.uint8))
-        done = np.concatenate([done, bits[: state["done_beyond_bits"]].astype(bool)])
-    delivered = state["delivered"]
+        bits = np.unpackbits(np.frombuffer(_from_text(state.text("done_beyond")), dtype=np.uint8))
+        if not 0 < state.count("done_beyond_bits", _MAX_UNITS) <= len(bits):
+            raise ValueError("done_beyond_bits")
+        done = np.concatenate([done, bits[: state.count("done_beyond_bits")].astype(bool)])
+    delivered = state.fields("delivered")
+    window = state.count("window")
+    eras = tuple(_read_era(_Fields(era)) for era in state.items("eras"))
+    if not eras or eras[0].first_window > window:
+        raise ValueError("no terms of the mixture hold for the open window")
     return Restored(
-        window=state["window"],
-        draw=state["draw"],
-        units=state["units"],
-        positions={s["name"]: s["epoch"] * s["length"] + s["position"] for s in sources},
-        lengths={s["name"]: s["length"] for s in sources},
-        digests={s["name"]: s["digest"] for s in sources},
+        window=window,
+        draw=state.count("draw"),
+        units=state.count("units"),
+        positions={
+            name: source.count("epoch", 1 << 32) * length + source.count("position", length - 1)
+            for name, length, source in zip(names, lengths, sources, strict=True)
+        },
+        lengths=dict(zip(names, lengths, strict=True)),
+        digests={name: source.text("digest") for name, source in zip(names, sources, strict=True)},
         carry_refs=refs,
         carry_age=age,
         done=done,
-        window_digest=state["window_digest"],
-        planned=state["planned"],
-        eras=tuple(
-            Era(
-                first_window=era["window"],
-                terms=Terms(
-                    names=tuple(era["names"]), shares=tuple(era["shares"]), stop=era["stop"], epochs=era["epochs"]
-                ),
-            )
-            for era in state["eras"]
+        window_digest=state.optional("window_digest", state.text),
+        planned=state.count("planned"),
+        eras=eras,
+        partial=_read_partial(state.fields("partial")) if "partial" in state else None,
+        progress=Progress(
+            steps=state.count("step"),
+            units=delivered.count("units"),
+            samples=delivered.count("samples"),
+            digest=bytes.fromhex(delivered.text("digest")).hex(),
         ),
-        partial=_read_partial(state["partial"]) if "partial" in state else None,
-        progress=Progress(steps=state["step"], **delivered),
-        stream_fields=dict(state["plan"]),
-        geometry=state["geometry"],
+        stream_fields=state.fields("plan").plain(),
+        geometry=state.text("geometry"),
+        text=state.text("text"),
     )
 
 
-def _read_partial(partial: dict[str, Any]) -> Partial:
-    balance = dict(partial["balance"])
+def _read_era(era: _Fields) -> Era:
+    names, shares = era.items("names"), era.items("shares")
+    if len(names) != len(shares) or not all(isinstance(name, str) for name in names):
+        raise TypeError("names of an era")
+    if not all(type(share) in (int, float) and 0 <= share <= 1 for share in shares):
+        raise TypeError("shares of an era")
+    stop, epochs = era.text("stop"), era.optional("epochs", lambda name: era.count(name, 1 << 32))
+    terms = Terms(names=tuple(names), shares=tuple(shares), stop=stop, epochs=epochs)
+    return Era(first_window=era.count("window"), terms=terms)
+
+
+def _read_partial(partial: _Fields) -> Partial:
+    shape = StepShape(**partial.fields("shape").plain())
+    if any(type(getattr(shape, name)) is not int for name in ("world_size", "micro_batches", "batch_size")):
+        raise TypeError("shape of a step")
+    balance = partial.fields("balance")
+    costs = CostConfig(**balance.fields("costs").plain())
+    config = BalanceConfig(
+        barrier=balance.text("barrier"),
+        horizon=balance.count("horizon", 1 << 20, least=1),
+        small_ends=balance.flag("small_ends"),
+        costs=costs,
+    )
     return Partial(
-        shape=StepShape(**partial["shape"]),
-        balance=BalanceConfig(**{**balance, "costs": CostConfig(**balance["costs"])}),
-        steps_done=partial["steps_done"],
-        micro_done=partial["micro_done"],
+        shape=shape,
+        balance=config,
+        steps_done=partial.count("steps_done", config.horizon - 1),
+        micro_done=partial.count("micro_done", shape.micro_batches - 1),
     )
 
 
@@ -202,8 +289,11 @@ def unpack_carry(text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64
     """Read what `pack_carry` wrote: [c, 3] refs and [c] ages."""
     if not text:
         return np.zeros((0, 3), dtype=np.int64), np.zeros(0, dtype=np.int64)
-    raw = zlib.decompress(_from_text(text))
+    opened = zlib.decompressobj()
+    raw = opened.decompress(_from_text(text), 4 + _MAX_CARRY * _BYTES_PER_CARRIED)
     count, begin = int.from_bytes(raw[:4], "little"), 4
+    if not opened.eof or len(raw) != 4 + count * _BYTES_PER_CARRIED:
+        raise ValueError("the carried samples do not have the size that they name")
     columns = []
     for dtype in ("<u2", "<u2", "<i4", "<u4"):
         width = np.dtype(dtype).itemsize

@@ -8,8 +8,10 @@ for the manifest of how they came about. A processor is loaded once per process.
 from __future__ import annotations
 
 import hashlib
+import json
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from vlm_stream.conversation import iter_media
 from vlm_stream.errors import ConfigError
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
     from vlm_stream.tokens import MediaSizes
 
 __all__ = ["EstimatingCounter", "ExactCounter", "SampleCounter", "load_processor", "open_counter", "template_digest"]
+
+_PROBE: Final = (
+    "The quick brown foxes' 1,024 jumps — 3.14e-9 m/s; naïve façade, Straße, \u4f60\u597d\u4e16\u754c, "
+    "\u043f\u0440\u0438\u0432\u0435\u0442, \u0645\u0631\u062d\u0628\u0627, \U0001f600\n\n"
+    "    def f(x):\n\treturn {'k': x[0] != None}  # <b>&amp;</b> \\frac{a}{b}\n"
+)
+"""Text on which tokenizers with the same vocabulary and other rules differ."""
 
 
 class SampleCounter(Protocol):
@@ -127,7 +136,12 @@ def load_processor(name: str, *, trust_remote_code: bool = False, **options: Any
 
 
 def template_digest(processor: Any) -> str:
-    """Return what identifies tokenizer text: the chat template, with the vocabulary's size."""
+    """Return what identifies how text becomes ids: the chat template, the vocabulary, and how a probe is cut by it.
+
+    Not the tokenizer's file: releases of the tokenizers library write the same tokenizer differently.
+    """
     tokenizer = getattr(processor, "tokenizer", processor)
     template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
-    return hashlib.sha256(f"{template}\n{len(tokenizer)}".encode()).hexdigest()
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=itemgetter(1, 0))
+    probe = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    return hashlib.sha256(json.dumps([template, vocabulary, list(probe)]).encode()).hexdigest()

@@ -3,14 +3,16 @@
 Enters: sources, a processor, options. Leaves: `VLMStream`, whose batches are ready for the model.
 
 In the order the data meets them: `sources.py`, `options.py`, `world.py`, `processors.py` (what the user said),
-`counting.py`, `datasets.py` (manifests and indexes: what the plan asks, where bytes lie), `planning.py`,
-`pipeline.py` (plan -> bytes -> batches), `position.py` (where they stand), `rows.py` (samples, holes and fillers),
-`raw.py` (the same without a processor), `collators.py` (packed or padded), `dataset.py` (the IterableDataset).
+`counting.py`, `datasets.py` (manifests and indexes: what the plan asks, where bytes lie), `planning.py`, `length.py`
+(how many batches), `pipeline.py` (plan -> bytes -> batches), `position.py`, `state.py` (where they stand), `rows.py`
+(samples, holes and fillers), `raw.py` (the same without a processor), `collators.py` (packed or padded), `dataset.py`
+(the IterableDataset).
 """
 
 from __future__ import annotations
 
 from vlm_stream.stream.dataset import VLMStream
+from vlm_stream.stream.length import LengthEstimate, count_rounds, estimate_length, is_endless, length_key
 from vlm_stream.stream.options import StreamOptions
 from vlm_stream.stream.pipeline import Delivery
 from vlm_stream.stream.planning import open_planner
@@ -18,15 +20,28 @@ from vlm_stream.stream.position import Position
 from vlm_stream.stream.processors import open_processor
 from vlm_stream.stream.raw import RawSample
 from vlm_stream.stream.sources import SourceOptions, Sources, normalise_sources
+from vlm_stream.stream.state import STATE_KEY, RunState, find_states
+from vlm_stream.stream.world import World, check_world, find_world
 
 __all__ = [
+    "STATE_KEY",
     "Delivery",
+    "LengthEstimate",
     "Position",
     "RawSample",
+    "RunState",
     "SourceOptions",
     "Sources",
     "StreamOptions",
     "VLMStream",
+    "World",
+    "check_world",
+    "count_rounds",
+    "estimate_length",
+    "find_states",
+    "find_world",
+    "is_endless",
+    "length_key",
     "normalise_sources",
     "open_planner",
     "open_processor",

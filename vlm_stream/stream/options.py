@@ -10,6 +10,7 @@ from vlm_stream.encode import EncodeConfig
 from vlm_stream.errors import ConfigError, nearest_name
 from vlm_stream.packs import ATTENTION_FORMS
 from vlm_stream.plan import (
+    OVERRIDES,
     BalanceConfig,
     GroupConfig,
     MixtureConfig,
@@ -77,10 +78,11 @@ class StreamOptions:
     train: bool = True
     """False: for evaluation. Order of the shards, every sample once, whatever `shuffle` and `epochs` say."""
 
-    weigh_by: Literal["samples", "size", "tokens"] = "samples"
-    """What the sources' weights count."""
-    stop: Literal["all", "each", "first", "never"] = "first"
-    """When a mixture has had an epoch: when the first source has, all have, or each has had exactly one."""
+    weigh_by: Literal["samples", "size", "tokens"] | None = None
+    """What the sources' weights count. None: `samples` where weights are given, else `size`: sources end together."""
+    stop: Literal["all", "each", "first", "never"] | None = None
+    """When a mixture has had an epoch: when the first source has, all have, or each has had exactly one. None: the
+    first where weights are given, else each: a list of datasets delivers all of them."""
     group_shards: int = 256
     """Shards whose samples are shuffled as a whole."""
     run_length: int = 1
@@ -90,7 +92,7 @@ class StreamOptions:
     horizon: int = 1
     """Steps that are balanced together."""
     allow: tuple[str, ...] = ()
-    """Differences that a state may have: `geometry`, `plan`, `sources`."""
+    """Differences that a state may have: `geometry`, `plan`, `sources`, `tokenizer`."""
 
     fake_image: bool = False
     """Give text-only rows an invisible image, so that every rank runs its vision tower."""
@@ -162,8 +164,23 @@ class StreamOptions:
             )
         if self.bad_budget is not None and not 0 <= self.bad_budget <= 1:
             raise ConfigError(f"bad_budget is {self.bad_budget}, but it is a share of all samples: 0 to 1, or None")
+        for name in self.allow:
+            if name not in OVERRIDES:
+                raise ConfigError(f"allow={name!r} is no override: {nearest_name(str(name), OVERRIDES)}")
         self.plan("")
         self.read()
+
+    @classmethod
+    def of(cls, options: StreamOptions | None, keywords: Mapping[str, Any], *, others: Sequence[str]) -> StreamOptions:
+        """Return the options that a caller gave as one value or by keywords."""
+        if options is None:
+            return cls.parse(keywords, others=others)
+        if keywords:
+            raise ConfigError(
+                f"options were given twice, as options= and as keywords ({', '.join(keywords)}), so it is not known "
+                f"which are meant; give one of them, or dataclasses.replace(options, ...)"
+            )
+        return options
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], *, others: Sequence[str] = ()) -> StreamOptions:
@@ -197,9 +214,11 @@ class StreamOptions:
                 f"{place} is {first['input']!r}, which it cannot be: {sentence[:1].lower()}{sentence[1:]}"
             ) from None
 
-    def plan(self, geometry: str, *, epochs_before: int = 0) -> PlanConfig:
-        """Return what the plan must know; `geometry` identifies how media were counted."""
+    def plan(self, geometry: str, *, text: str = "", epochs_before: int = 0, weights_given: bool = False) -> PlanConfig:
+        """Return what the plan must know; `geometry` and `text` identify how media and text were counted."""
         epochs = self.epochs if self.train else 1
+        weigh_by = self.weigh_by or ("samples" if weights_given else "size")
+        stop = self.stop or ("first" if weights_given else "each")
         return PlanConfig(
             seed=self.seed,
             window=self.window,
@@ -207,9 +226,10 @@ class StreamOptions:
             epochs=None if epochs is None else epochs + epochs_before,
             mode=self._mode(),
             order=OrderConfig(group_shards=self.group_shards, run_length=self.run_length),
-            mixture=MixtureConfig(weigh_by=self.weigh_by, stop=self.stop if self.train else "each"),
+            mixture=MixtureConfig(weigh_by=weigh_by, stop=stop if self.train else "each"),
             balance=BalanceConfig(barrier=self.barrier, horizon=self.horizon),
             geometry=geometry,
+            text=text,
         )
 
     def _mode(self) -> PackConfig | GroupConfig | PlainConfig:
@@ -252,11 +272,11 @@ class StreamOptions:
 
 
 _DECLARED: Final = {field.name: str(field.type) for field in fields(StreamOptions)}
-_CHOICES: dict[str, Sequence[str | bool]] = {
+_CHOICES: dict[str, Sequence[str | bool | None]] = {
     "mode": get_args(Mode),
     "long_samples": ("drop", "raise", "truncate"),
-    "weigh_by": ("samples", "size", "tokens"),
-    "stop": ("all", "each", "first", "never"),
+    "weigh_by": ("samples", "size", "tokens", None),
+    "stop": ("all", "each", "first", "never", None),
     "barrier": ("micro", "none", "step"),
     "video_backend": ("auto", "av", "decord", "torchcodec"),
     "pixels": ("compact", "full", True, False),
@@ -273,6 +293,5 @@ def _has_type(value: Any, declared: str) -> bool:
 def _check_choices(options: Mapping[str, Any]) -> None:
     for name, allowed in _CHOICES.items():
         if name in options and options[name] not in allowed:
-            raise ConfigError(
-                f"{name} is {options[name]!r}; {nearest_name(str(options[name]), [str(one) for one in allowed])}"
-            )
+            names = [str(one) for one in allowed if one is not None]
+            raise ConfigError(f"{name} is {options[name]!r}; {nearest_name(str(options[name]), names)}")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import ConfigError
 from vlm_stream.plan import Planner
+from vlm_stream.shards import template_digest
 from vlm_stream.stream.counting import apply_frame_options, count_fake_image
 from vlm_stream.stream.datasets import OpenDatasets, open_manifests
 from vlm_stream.tokens import Geometry
@@ -50,8 +51,13 @@ def open_planner(
         fake_tokens=fake_tokens,
         max_indexes=max(1024, 3 * options.group_shards * len(sources)),
     )
-    config = options.plan(f"{datasets.geometry_digest}+{fake_tokens}", epochs_before=epochs_before)
-    planner = Planner(datasets.specs(weigh_by=options.weigh_by), datasets, config, allow=options.allow)
+    config = options.plan(
+        f"{datasets.geometry_digest}+{fake_tokens}",
+        text="" if processor is None else template_digest(processor),
+        epochs_before=epochs_before,
+        weights_given=any(source.has_weight for source in sources),
+    )
+    planner = Planner(datasets.specs(weigh_by=config.mixture.weigh_by), datasets, config, allow=options.allow)
     return datasets, planner, geometry
 
 

@@ -29,6 +29,8 @@ class SourceOptions:
     """Share of this source in the mixture, relative to the other weights."""
     sample_ratio: float = 1.0
     """How much of the source one of its epochs delivers; above 1 samples repeat."""
+    has_weight: bool = False
+    """Whether the user gave the weight: sources without any are delivered whole."""
 
     def __post_init__(self) -> None:
         """Refuse weights that cannot be meant."""
@@ -63,13 +65,14 @@ def _from_entry(name: str, entry: Any) -> SourceOptions:
         return SourceOptions(name=name, url=fspath(entry).rstrip("/"))
     if not isinstance(entry, Mapping):
         raise ConfigError(f"source '{name}' is a {type(entry).__name__}; give its URL, or url with weight/sample_ratio")
-    allowed = [field.name for field in fields(SourceOptions) if field.name != "name"]
+    allowed = [field.name for field in fields(SourceOptions) if field.name not in ("name", "has_weight")]
     for key in entry:
         if key not in allowed:
             raise ConfigError(f"source '{name}' has an unknown key '{key}'; {nearest_name(str(key), allowed)}")
     if "url" not in entry:
         raise ConfigError(f"source '{name}' has no url, so there is nothing to open; add url: PATH_OR_URL")
-    return SourceOptions(name=name, **{**entry, "url": fspath(entry["url"]).rstrip("/")})
+    url = fspath(entry["url"]).rstrip("/")
+    return SourceOptions(name=name, **{**entry, "url": url}, has_weight="weight" in entry)
 
 
 def _refuse_empty() -> tuple[SourceOptions, ...]:

@@ -1,14 +1,30 @@
-"""Which data-parallel rank this process is, and of how many."""
+"""Which data-parallel rank this process is, and of how many.
+
+Asked when iteration starts: launchers and trainers (`mp.spawn`, Lightning, Ray Train) tell a process its rank after the
+loader was built. Only this file reads the environment for it.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any
+import sys
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from vlm_stream.errors import ConfigError
 
-__all__ = ["World", "find_world"]
+__all__ = ["World", "check_world", "find_world"]
+
+_LAUNCHERS: Final = (
+    ("torchrun", ("RANK",), ("WORLD_SIZE",)),
+    ("MPI", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",)),
+    ("MPI", ("PMI_RANK", "MV2_COMM_WORLD_RANK"), ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")),
+    ("SLURM", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
+)
+"""Launchers with the variables of the rank and of the number of ranks; one that starts others comes behind them."""
+
+_DATA_DIMS: Final = ("dp", "data", "replicate", "shard", "batch")
+_MODEL_DIMS: Final = ("tp", "cp", "pp", "ep", "sp", "tensor", "context", "pipeline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,21 +33,26 @@ class World:
 
     rank: int
     size: int
+    told_by: str = field(default="arguments", compare=False)
+    """Who said so: `arguments`, `device mesh`, `torch.distributed`, `Ray Train`, a launcher, or `nobody`."""
 
     def __post_init__(self) -> None:
         """Refuse ranks that do not exist."""
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ConfigError(
-                f"rank {self.rank} of {self.size} does not exist, so no share of the data can be given to it; "
-                f"ranks count from 0 to world_size - 1"
+                f"rank {self.rank} of {self.size} does not exist, so no share of the data can be given to it (told by "
+                f"{self.told_by}); ranks count from 0 to world_size - 1"
             )
 
 
 def find_world(rank: int | None = None, world_size: int | None = None, device_mesh: Any = None) -> World:
-    """Return the world from the arguments, a `DeviceMesh`, torch.distributed or torchrun's environment, in that order.
+    """Return the world from the arguments, a `DeviceMesh`, torch.distributed, Ray Train or the launcher, in that order.
 
-    A mesh of several dimensions must name its data-parallel ones (a name that contains "dp", "data" or "replicate" or
-    "shard"): tensor-, context- and pipeline-parallel peers get the same data.
+    A mesh of several dimensions must name its data-parallel ones (a name that contains "dp", "data", "replicate",
+    "shard" or "batch"): tensor-, context- and pipeline-parallel peers get the same data.
+
+    Raises:
+        ConfigError: There are several processes and nothing tells them apart.
     """
     if (rank is None) != (world_size is None):
         raise ConfigError("rank and world_size belong together, and only one of them was given; give both or neither")
@@ -39,20 +60,100 @@ def find_world(rank: int | None = None, world_size: int | None = None, device_me
         return World(rank, world_size)
     if device_mesh is not None:
         return _from_mesh(device_mesh)
+    found = [world for world in (_from_distributed(), _from_ray_train(), *_from_launchers()) if world is not None]
+    if not found:
+        return World(0, 1, "nobody")
+    several = [world for world in found if world.size > 1]
+    if found[0].size == 1 and several:
+        raise ConfigError(
+            f"{found[0].told_by} says that this process is alone, and {several[0].told_by} that it is one of "
+            f"{several[0].size}; if both were believed, all of them would train on the same data. Start them as one "
+            f"job, or pass rank and world_size (rank=0, world_size=1 for a process that is alone)"
+        )
+    return found[0]
+
+
+def check_world(world: World) -> None:
+    """Refuse to go on with a rank that torch.distributed, initialised since, contradicts."""
+    if world.told_by in ("arguments", "device mesh"):
+        return
+    now = _from_distributed()
+    if now is not None and now != world:
+        raise ConfigError(
+            f"iteration began as rank {world.rank} of {world.size} (told by {world.told_by}), and torch.distributed "
+            f"was initialised since as rank {now.rank} of {now.size}, so this process would train on another rank's "
+            f"data; iterate after init_process_group, or pass rank and world_size"
+        )
+
+
+def _from_distributed() -> World | None:
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
-        return World(dist.get_rank(), dist.get_world_size())
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    return World(0, 1)
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return World(dist.get_rank(), dist.get_world_size(), "torch.distributed")
+
+
+def _from_ray_train() -> World | None:
+    """Return the rank that Ray Train gave this worker; a process that never imported it is none of its workers."""
+    train = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    try:
+        context = train.get_context()
+        rank, size = context.get_world_rank(), context.get_world_size()
+    except Exception:  # outside of a worker some releases raise, others answer None
+        return None
+    return None if rank is None or size is None else World(rank, size, "Ray Train")
+
+
+def _from_launchers() -> list[World]:
+    """Return what the environment says, the nearest launcher first."""
+    found: list[World] = []
+    for name, rank_names, size_names in _LAUNCHERS:
+        rank, size = _number(rank_names), _number(size_names)
+        if size is None or (rank is None and size == 1):
+            continue
+        if rank is None or (name == "SLURM" and _is_batch_script(size)):
+            if found:
+                continue
+            raise ConfigError(
+                f"the environment says that {size} processes were started ({name}: {'/'.join(size_names)}) and not "
+                f"which of them this is, so all would train on the same data; start them by srun, mpirun or torchrun, "
+                f"iterate after init_process_group, or pass rank and world_size (rank=0, world_size=1 if it is alone)"
+            )
+        found.append(World(rank, size, name))
+    return found
+
+
+def _is_batch_script(size: int) -> bool:
+    """Tell whether this is the script of a SLURM job itself, which has rank 0 whatever it starts."""
+    environ = os.environ
+    return size > 1 and "SLURM_JOB_ID" in environ and not {"SLURM_STEP_ID", "SLURM_STEPID"} & environ.keys()
+
+
+def _number(names: tuple[str, ...]) -> int | None:
+    for name in names:
+        text = os.environ.get(name)
+        if text is None:
+            continue
+        try:
+            return int(text)
+        except ValueError:
+            raise ConfigError(
+                f"the environment has {name}={text!r}, which is no number, so the rank of this process is not known; "
+                f"correct it, or pass rank and world_size"
+            ) from None
+    return None
 
 
 def _from_mesh(mesh: Any) -> World:
     names = mesh.mesh_dim_names
+    if mesh.ndim == 1 and names and names[0] in _MODEL_DIMS:
+        return World(0, 1, "device mesh")
     if mesh.ndim == 1:
-        return World(mesh.get_local_rank(), mesh.size())
-    data = [n for n in names or () if any(part in n for part in ("dp", "data", "replicate", "shard"))]
+        return World(mesh.get_local_rank(), mesh.size(), "device mesh")
+    data = [name for name in names or () if any(part in name for part in _DATA_DIMS)]
     if not data:
         raise ConfigError(
             f"the device mesh has the dimensions {names}, and none of them is named as data-parallel, so ranks cannot "
@@ -62,4 +163,4 @@ def _from_mesh(mesh: Any) -> World:
     for name in data:
         rank = rank * mesh[name].size() + mesh.get_local_rank(name)
         size *= mesh[name].size()
-    return World(rank, size)
+    return World(rank, size, "device mesh")

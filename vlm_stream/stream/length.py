@@ -1,0 +1,119 @@
+"""How many batches a round has: counted from the plan, or estimated from its first windows.
+
+Enters: a stream's datasets and options, a world size, a state. Leaves: numbers. Only indexes are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.stream.planning import open_planner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vlm_stream.plan import Count, Planner
+    from vlm_stream.stream.options import StreamOptions
+    from vlm_stream.stream.sources import SourceOptions
+    from vlm_stream.stream.state import RunState
+
+__all__ = ["LengthEstimate", "count_rounds", "estimate_length", "is_endless", "length_key"]
+
+_PROBED_WINDOWS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LengthEstimate:
+    """About how many batches there are."""
+
+    batches: int
+    error: int
+    """Two standard deviations, from the spread of the windows that were looked at."""
+
+
+def is_endless(options: StreamOptions) -> bool:
+    """Tell whether a round has no end."""
+    return options.train and (options.epochs is None or options.stop == "never")
+
+
+def length_key(sources: Sequence[SourceOptions], options: StreamOptions, world_size: int) -> str:
+    """Return what the number of batches depends on, besides what a state must find again in any case."""
+    values = [
+        asdict(options.shape(world_size)),
+        [options.epochs, options.stop, options.weigh_by, options.barrier, options.horizon, options.allow],
+        [[source.name, source.weight, source.has_weight] for source in sources],
+    ]
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
+
+
+def count_rounds(
+    sources: Sequence[SourceOptions], options: StreamOptions, processor: Any, world_size: int, state: RunState
+) -> Iterator[Count]:
+    """Yield what is left of the present round, then the next rounds, one by one and without end."""
+    shape = options.shape(world_size)
+    cursor, epochs_before = state.cursor, state.rounds * (options.epochs or 0)
+    _, planner, _ = open_planner(sources, options, processor, epochs_before=epochs_before)
+    while True:
+        count = planner.count(shape, cursor)
+        yield count
+        cursor = count.end
+        planner = planner.with_config(
+            replace(planner.config, epochs=(planner.config.epochs or 0) + (options.epochs or 0))
+        )
+
+
+def estimate_length(
+    sources: Sequence[SourceOptions], options: StreamOptions, processor: Any, world_size: int
+) -> LengthEstimate:
+    """Estimate the batches of a round from the units that its first windows are cut into."""
+    _, planner, _ = open_planner(sources, options, processor)
+    shape = options.shape(world_size)
+    draws, units, ended = _probe(planner)
+    if ended:
+        exact = planner.count(shape).micro_batches
+        return LengthEstimate(exact, 0)
+    per_draw = sum(units) / sum(draws)
+    total = _num_draws(planner)
+    deviations = [u / d - per_draw for u, d in zip(units, draws, strict=True)]
+    spread = math.sqrt(sum(x * x for x in deviations) / max(len(deviations) - 1, 1))
+    # The mean of k windows stands for all of them, and for those that are still to come.
+    num_windows = total / options.window
+    error = 2 * spread * total * math.sqrt(1 / len(draws) + 1 / num_windows)
+    steps = math.ceil(total * per_draw / shape.units_per_step)
+    return LengthEstimate(
+        steps * shape.micro_batches,
+        (math.ceil(error / shape.units_per_step) + 1) * shape.micro_batches,
+    )
+
+
+def _probe(planner: Planner) -> tuple[list[int], list[int], bool]:
+    """Plan the first windows: the samples drawn for each, the units of each, and whether the stream ended there."""
+    cursor = planner.start().cursor
+    draws: list[int] = []
+    units: list[int] = []
+    for _ in range(_PROBED_WINDOWS):
+        window = planner.window_at(cursor)
+        if window is None:
+            return draws, units, True
+        draws.append(window.after.draw - cursor.draw)
+        units.append(window.num_units)
+        cursor = window.after
+        if window.closes:
+            return draws, units, True
+    return draws, units, False
+
+
+def _num_draws(planner: Planner) -> float:
+    """Return about how many samples are drawn in a round."""
+    terms, epochs = planner.terms, planner.config.epochs or 1
+    lengths = [
+        (stream.epoch_length * epochs, share) for stream, share in zip(planner.streams, terms.shares, strict=True)
+    ]
+    if terms.stop == "each":
+        return sum(length for length, share in lengths if share > 0)
+    until = [length / share for length, share in lengths if share > 0]
+    return max(until) if terms.stop == "all" else min(until)

@@ -1,0 +1,126 @@
+"""The state of a run: one JSON text under one key, the same shape for a new run and a used one.
+
+Enters: where a run stands. Leaves: `{"vlm_stream": text}`, which goes through every checkpoint format that keeps text.
+The text begins with a checksum of the rest, so that no altered state is taken for another place; what is behind it is
+read by type and bounded in size (`plan/state.py`), because a checksum keeps out accidents only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+from vlm_stream.errors import StateError
+from vlm_stream.plan import read_state
+
+__all__ = ["STATE_KEY", "RunState", "find_states"]
+
+STATE_KEY: Final = "vlm_stream"
+_VERSION: Final = 1
+_PREFIX: Final = '{"checksum":"'
+_MAX_CHARACTERS: Final = 1 << 25
+_MAX_COUNT: Final = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where a run stands."""
+
+    cursor: dict[str, Any] | None = None
+    """Behind the last batch; None: at the start."""
+    rounds: int = 0
+    """Iterations that have come to their end."""
+    batches: int = 0
+    """Batches that this rank took in the present one."""
+    length: tuple[str, int] | None = None
+    """How many the present one has in all, behind what that count depends on; None: not counted yet."""
+    skip: int | None = None
+    """Micro-batches behind the cursor that belong to other workers: of a stream that is one of several workers."""
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the state as a checkpoint keeps it."""
+        body = json.dumps({"version": _VERSION, **asdict(self)}, separators=(",", ":"), allow_nan=False)
+        return {STATE_KEY: f'{_PREFIX}{_checksum(body)}","state":{body}}}'}
+
+    @classmethod
+    def from_dict(cls, state: Any) -> RunState:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            StateError: It is no state, it was altered, or another release wrote it.
+        """
+        if not isinstance(state, Mapping) or STATE_KEY not in state:
+            raise StateError(
+                f"this is not the state of a StreamLoader (it has no '{STATE_KEY}' entry), so there is no position to go on "
+                f"from; pass what state_dict() returned, unwrapped from your checkpoint"
+            )
+        found = cls(**_body(state[STATE_KEY]))
+        if found.cursor is not None:
+            read_state(found.cursor)
+        return found
+
+
+def find_states(checkpoint: Any) -> list[dict[str, str]]:
+    """Return the states in a checkpoint, however deep they lie in it."""
+    if isinstance(checkpoint, Mapping):
+        if isinstance(checkpoint.get(STATE_KEY), str):
+            return [{STATE_KEY: checkpoint[STATE_KEY]}]
+        return [state for value in checkpoint.values() for state in find_states(value)]
+    if isinstance(checkpoint, list | tuple):
+        return [state for value in checkpoint for state in find_states(value)]
+    return []
+
+
+def _checksum(body: str) -> str:
+    return hashlib.blake2b(body.encode(), digest_size=8).hexdigest()
+
+
+def _body(text: Any) -> dict[str, Any]:
+    """Return the values behind the checksum, each of its type."""
+    if not isinstance(text, str):
+        raise StateError(
+            f"the state's '{STATE_KEY}' is a {type(text).__name__}, not the text that state_dict() returns, so it was "
+            f"changed or written by another release; use an older checkpoint, or start without a state"
+        )
+    begin = len(_PREFIX)
+    checksum, body = text[begin : begin + 16], text[begin + 26 : -1]
+    if len(text) > _MAX_CHARACTERS or text != f'{_PREFIX}{checksum}","state":{body}}}' or checksum != _checksum(body):
+        raise StateError(
+            "the state is damaged: its text does not have the checksum that it names, so its place in the stream is "
+            "unknown; use an older checkpoint, or start without a state"
+        )
+    try:
+        values = json.loads(body)
+        version = values.pop("version")
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        raise _damaged(error) from error
+    if version != _VERSION:
+        raise StateError(
+            f"the state has version {version!r:.40}, and this release reads version {_VERSION}; resume with the "
+            f"release that wrote it, or start without a state"
+        )
+    if set(values) != {field.name for field in fields(RunState)}:
+        raise _damaged("other values than a state has")
+    length = values["length"]
+    is_counted = isinstance(length, list) and len(length) == 2 and isinstance(length[0], str) and _is_count(length[1])
+    counts = [values["rounds"], values["batches"], values["skip"] if values["skip"] is not None else 0]
+    if not (length is None or is_counted) or not all(map(_is_count, counts)):
+        raise _damaged(f"rounds, batches, skip and length are {[*counts, length]!r:.80}")
+    if values["cursor"] is not None and not isinstance(values["cursor"], dict):
+        raise _damaged(f"its cursor is a {type(values['cursor']).__name__}")
+    read: dict[str, Any] = values | {"length": tuple(length) if length else None}
+    return read
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_COUNT
+
+
+def _damaged(what: object) -> StateError:
+    return StateError(
+        f"the state is damaged ({what}), so its place in the stream is unknown; use an older checkpoint, or start "
+        f"without a state"
+    )
