@@ -298,7 +298,8 @@ class StreamLoader:
 
     @property
     def _iteration(self) -> _Iteration | None:
-        return self._running() if self._running is not None else None
+        running = self._running() if self._running is not None else None
+        return running if running is not None and running.is_open else None
 
     @property
     def _pool(self) -> WorkerPool | None:
@@ -357,7 +358,7 @@ class _Iteration:
                 f"this iterator over a StreamLoader has ended ({self._why_closed}), so there is no batch to take from "
                 f"it; call iter(loader) for one that goes on where the loader stands"
             )
-        if not self._end.alive:
+        if not self.is_open:
             raise StopIteration
         loader = self._loader
         begin = time.monotonic()
@@ -376,9 +377,14 @@ class _Iteration:
         loader._meter.waited(time.monotonic() - begin)
         return Batch.sealed(batch)
 
+    @property
+    def is_open(self) -> bool:
+        """Tell whether a batch may still be taken."""
+        return self._end.alive
+
     def close(self, why: str) -> None:
         """End the workers; batches that they have ready are built again by whoever goes on."""
-        if self._end.alive:
+        if self.is_open:
             self._why_closed = why
             self._end()
             self._loader._place = self._loader._place._replace(position=self._loader._place.position.written())

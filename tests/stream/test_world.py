@@ -1,3 +1,8 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from vlm_stream.errors import ConfigError
@@ -45,3 +50,99 @@ def test_impossible_worlds_are_refused():
         find_world(rank=1)
     with pytest.raises(ConfigError, match="none of them is named as data-parallel"):
         find_world(device_mesh=Mesh({"tp": 2, "pp": 2}, {"tp": 0, "pp": 0}))
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """Give an environment in which nothing was launched."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "MV2_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def launch(monkeypatch, **variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": 1, "WORLD_SIZE": 2}, World(1, 2)),
+        ({"SLURM_PROCID": 3, "SLURM_NTASKS": 4}, World(3, 4)),
+        ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0}, World(0, 4)),
+        ({"SLURM_PROCID": 1, "SLURM_NTASKS": 9, "SLURM_STEP_NUM_TASKS": 2}, World(1, 2)),
+        ({"OMPI_COMM_WORLD_RANK": 2, "OMPI_COMM_WORLD_SIZE": 3}, World(2, 3)),
+        ({"PMI_RANK": 2, "PMI_SIZE": 3}, World(2, 3)),
+        ({"RANK": 5, "WORLD_SIZE": 8, "SLURM_PROCID": 1, "SLURM_NTASKS": 2}, World(5, 8)),  # torchrun on two nodes
+        ({"RANK": 0, "WORLD_SIZE": 2, "SLURM_NTASKS": 2, "SLURM_JOB_ID": 7}, World(0, 2)),  # torchrun in a job's script
+        ({"SLURM_NTASKS": 1}, World(0, 1)),
+        ({"WORLD_SIZE": 1}, World(0, 1)),
+    ],
+)
+def test_launchers_tell_the_rank(bare, variables, expected):
+    launch(bare, **variables)
+    assert find_world() == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": 2}, "says that 2 processes were started .*so all would train on the same data"),
+        ({"SLURM_NTASKS": 4}, "says that 4 processes were started .SLURM"),
+        ({"SLURM_NTASKS": 4, "SLURM_PROCID": 0, "SLURM_JOB_ID": 7}, "4 processes were started"),
+        (
+            {"RANK": 0, "WORLD_SIZE": 1, "SLURM_PROCID": 1, "SLURM_NTASKS": 4},
+            "torchrun says .* alone, and SLURM",
+        ),
+        ({"RANK": "one", "WORLD_SIZE": 2}, "RANK='one', which is no number"),
+        ({"RANK": 2, "WORLD_SIZE": 2}, "rank 2 of 2 does not exist"),
+    ],
+)
+def test_ranks_that_cannot_be_told_are_refused(bare, variables, message):
+    launch(bare, **variables)
+    with pytest.raises(ConfigError, match=message):
+        find_world()
+    assert find_world(0, 1) == World(0, 1)
+
+
+def test_a_mesh_of_model_parallel_peers_alone_gives_them_the_same_data():
+    assert find_world(device_mesh=Mesh({"tp": 4}, {"tp": 3})) == World(0, 1)
+
+
+LATE = """
+import sys, torch.distributed as dist
+from vlm_stream import StreamLoader
+if __name__ == "__main__":
+    loader = StreamLoader(sys.argv[1], processor=sys.argv[2], pack_size=1024)
+    batches = iter(loader)
+    next(batches)
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=int(sys.argv[4]), world_size=2)
+    state = loader.state_dict()
+    try:
+        next(batches)
+    except ValueError as error:
+        print(error)
+    assert loader.state_dict() == state
+    print(loader.world.rank, loader.world.size, next(iter(loader)) is not None)
+    dist.destroy_process_group()
+"""
+
+
+def test_a_process_group_that_comes_later_is_noticed(bare, toy_shards, saved_processor, tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, toy_shards, saved_processor, tmp_path / "store", str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+    for rank, (sentence, found) in enumerate(told):
+        assert sentence.startswith("iteration began as rank 0 of 1 (told by nobody), and torch.distributed was")
+        assert found == f"{rank} 2 True"

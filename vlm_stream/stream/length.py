@@ -91,7 +91,7 @@ def estimate_length(
 
 
 def _probe(planner: Planner) -> tuple[list[int], list[int], bool]:
-    """Plan the first windows: the samples drawn for each, the units of each, and whether the stream ended there."""
+    """Plan the first windows: the samples that left with each, its units, and whether the stream ended there."""
     cursor = planner.start().cursor
     draws: list[int] = []
     units: list[int] = []
@@ -99,7 +99,7 @@ def _probe(planner: Planner) -> tuple[list[int], list[int], bool]:
         window = planner.window_at(cursor)
         if window is None:
             return draws, units, True
-        draws.append(window.after.draw - cursor.draw)
+        draws.append(window.after.draw - cursor.draw + len(cursor.carry) - len(window.after.carry))
         units.append(window.num_units)
         cursor = window.after
         if window.closes:

@@ -54,8 +54,8 @@ class RunState:
         """
         if not isinstance(state, Mapping) or STATE_KEY not in state:
             raise StateError(
-                f"this is not the state of a StreamLoader (it has no '{STATE_KEY}' entry), so there is no position to go on "
-                f"from; pass what state_dict() returned, unwrapped from your checkpoint"
+                f"this is not the state of a StreamLoader (it has no '{STATE_KEY}' entry), so there is no position to "
+                f"go on from; pass what state_dict() returned, unwrapped from your checkpoint"
             )
         found = cls(**_body(state[STATE_KEY]))
         if found.cursor is not None:
