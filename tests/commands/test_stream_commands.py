@@ -54,6 +54,104 @@ def test_where_names_what_the_loader_delivers(capsys, toy_shards, processor):
     assert key in out
 
 
+@pytest.fixture(scope="module")
+def second_round(toy_shards, processor):
+    """A loader in the middle of its second epoch, and what it delivers next."""
+    loader = StreamLoader(toy_shards, processor=processor, pack_size=1024, with_refs=True)
+    for _ in loader:
+        pass
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    return state, [(name[1], name[2]) for row in next(batches)["refs"] for name in row]
+
+
+def save_json(state, folder):
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder / "state.json"
+
+
+def save_bare_text(state, folder):
+    (folder / "bare.json").write_text(state["vlm_stream"])
+    return folder / "bare.json"
+
+
+def save_as_the_readme_says(state, folder):
+    torch.save({"model": {"weight": torch.zeros(3)}, "data": state}, folder / "checkpoint.pt")
+    return folder / "checkpoint.pt"
+
+
+def save_with_a_new_eval_loader(state, folder):
+    nothing = StreamLoader("nowhere", processor=None, pack_size=8).state_dict()
+    torch.save({"loops": [{"train": state}, {"eval": nothing}]}, folder / "checkpoint.ckpt")
+    return folder / "checkpoint.ckpt"
+
+
+def save_distributed(state, folder):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"model": {"weight": torch.zeros(3)}, "data": state}, checkpoint_id=folder / "step-7", no_dist=True)
+    return folder / "step-7"
+
+
+def save_as_transformers_does(state, folder):
+    (folder / "checkpoint-3").mkdir()
+    (folder / "checkpoint-3" / "vlm_stream.json").write_text(json.dumps(state))
+    return folder / "checkpoint-3"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is .*intent is to save in a single process")
+@pytest.mark.parametrize(
+    "save",
+    [
+        save_json,
+        save_bare_text,
+        save_as_the_readme_says,
+        save_with_a_new_eval_loader,
+        save_distributed,
+        save_as_transformers_does,
+    ],
+)
+def test_where_goes_on_from_whatever_a_state_was_saved_in(capsys, toy_shards, second_round, save, tmp_path):
+    state, following = second_round
+    cursor = json.loads(state["vlm_stream"])["state"]["cursor"]
+    arguments = ["--pack-size", 1024, "--state", save(state, tmp_path), "--step", cursor["step"], "--json"]
+    code, out, _ = call(capsys, "where", toy_shards, *arguments)
+    assert code == 0
+    assert [(line["shard"], line["key"]) for line in json.loads(out)["samples"]] == following
+
+
+def test_states_that_cannot_be_meant_are_refused(capsys, toy_shards, second_round, tmp_path):
+    state, _ = second_round
+    torch.save({"model": torch.zeros(2)}, tmp_path / "model.pt")
+    loader = StreamLoader(toy_shards, processor=None, pack_size=1024)
+    next(iter(loader))
+    torch.save([state, loader.state_dict()], tmp_path / "two.pt")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text("hello")
+    messages = {
+        "model.pt": "holds no state of a loader",
+        "two.pt": "holds the states of 2 loaders",
+        "empty": "is no checkpoint with a loader's state in it",
+        "text.txt": "is neither JSON nor a file of torch.save",
+    }
+    for name, message in messages.items():
+        code, _, err = call(capsys, "where", toy_shards, "--pack-size", 1024, "--state", tmp_path / name, "--step", 1)
+        assert code == 2
+        assert message in " ".join(err.split())
+
+
+def test_where_cuts_no_name_and_knows_its_ranks(capsys, toy_shards, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, _ = call(capsys, "where", toy_shards, "--pack-size", 1024, "--step", 1)
+    assert code == 0
+    assert "shard-00000" in out
+    assert "…" not in out
+    code, _, err = call(capsys, "where", toy_shards, "--pack-size", 1024, "--step", 1, "--world", 8, "--rank", 9)
+    assert code == 2
+    assert "there is no rank 9 among 8" in err
+
+
 def test_replay_rebuilds_a_batch_from_a_state(capsys, toy_shards, processor, saved_processor, tmp_path):
     loader = StreamLoader(toy_shards, processor=processor, pack_size=1024)
     batches = []
