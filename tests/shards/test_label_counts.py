@@ -12,7 +12,7 @@ import pytest
 from vlm_stream.encode import IGNORE, EncodeConfig, Encoder
 from vlm_stream.errors import BadSampleError
 from vlm_stream.shards import load_manifest, make_shards, read_index, recount, to_conversation, verify_dataset
-from vlm_stream.shards.counting import ExactCounter, template_digest
+from vlm_stream.shards.counting import ExactCounter
 from vlm_stream.shards.foreign import measure_media
 from vlm_stream.shards.index import decode_index, recounted_index
 from vlm_stream.shards.rows import SampleCounts
@@ -78,8 +78,10 @@ def delivered(encoder: Encoder, conversation: list[dict[str, Any]]) -> tuple[int
     try:
         sample = encoder.encode(conversation, MEMBERS)
     except BadSampleError as error:
-        assert error.reason in ("typed_markers", "label_mismatch", "mixed_media", "processor_error"), error
-        return (-1 if error.reason in ("mixed_media", "processor_error") else 0), -1
+        by_processor, by_text = ("mixed_media", "processor_error"), ("typed_markers", "label_mismatch")
+        if error.reason not in by_processor + by_text:
+            raise
+        return (-1 if error.reason in by_processor else 0), -1
     return int((sample["labels"] != IGNORE).sum()), len(sample["input_ids"])
 
 
@@ -243,17 +245,6 @@ def test_verify_finds_labels_that_cannot_be(counted: Path, tmp_path: Path) -> No
     assert [problem.kind for problem in problems] == ["changed_index", "wrong_count", "wrong_labels", "wrong_labels"]
     assert "label_tokens" in problems[1].detail
     assert [problem.key for problem in problems[2:]] == [index.key(3), index.key(5)]
-
-
-def test_a_digest_tells_tokenizers_apart_that_have_as_many_words() -> None:
-    """Labels of one are not those of the other."""
-    first, second = build_processor("qwen2_5_vl"), build_processor("qwen2_5_vl")
-    assert template_digest(first) == template_digest(second)
-    from tokenizers import normalizers
-
-    second.tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    assert len(first.tokenizer) == len(second.tokenizer)
-    assert template_digest(first) != template_digest(second)
 
 
 def test_workers_count_alike(toy_meta: Path, counted: Path, qwen: tuple[Any, str], tmp_path: Path, digests) -> None:

@@ -81,9 +81,7 @@ class _Recounter:
         counter = open_counter(self.processor)
         data = bytes(dataset.get(index_name(shard.name)))
         index = decode_index(data, where=index_name(shard.name))
-        before = list(
-            map(SampleCounts, index.media.text_tokens.tolist(), index.media.label_tokens.tolist())
-        )
+        before = list(map(SampleCounts, index.media.text_tokens.tolist(), index.media.label_tokens.tolist()))
         none = -1 if self.processor is None else 0
         counts = [SampleCounts(text, none) for text, _ in before]
         refused = []

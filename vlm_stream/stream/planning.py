@@ -49,6 +49,7 @@ def open_planner(
         opened,
         geometry,
         fake_tokens=fake_tokens,
+        template="" if processor is None else template_digest(processor),
         max_indexes=max(1024, 3 * options.group_shards * len(sources)),
     )
     config = options.plan(
