@@ -6,7 +6,7 @@ import json
 import pickle
 import shutil
 import tarfile
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import crc32c
@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from vlm_stream.errors import DatasetError
-from vlm_stream.shards import load_manifest, make_shards, read_index, verify_dataset
+from vlm_stream.shards import load_manifest, read_index, verify_dataset
 from vlm_stream.shards.index import decode_index, recounted_index
-from vlm_stream.shards.rows import SampleCounts
 from vlm_stream.shards.layout import index_name
+from vlm_stream.shards.rows import SampleCounts
 from vlm_stream.storage import open_store
 
 
