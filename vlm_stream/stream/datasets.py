@@ -63,7 +63,7 @@ class OpenDatasets:
         geometry: Geometry,
         *,
         fake_tokens: int = 0,
-        template: str = "",
+        text: str = "",
         max_indexes: int = 1024,
     ) -> None:
         """Raise `DatasetError` where a dataset has no samples; nothing is read yet.
@@ -73,14 +73,14 @@ class OpenDatasets:
             opened: What `open_manifests` returned for them.
             geometry: How media become tokens.
             fake_tokens: What the image costs that text-only samples get; 0: they get none.
-            template: `template_digest` of the processor that trains: labels are known where they were counted for it.
+            text: `template_digest` of the processor that trains: labels are known where they were counted for it.
             max_indexes: Indexes that are kept in memory.
         """
         self._sources = tuple(sources)
         self._geometry = geometry
         self.geometry_digest = geometry.digest()
         self._fake_tokens = fake_tokens
-        self._template = template
+        self._text = text
         self._max_indexes = max_indexes
         self._stores: list[Store] = [store for store, _ in opened]
         self.manifests: list[Manifest] = [manifest for _, manifest in opened]
@@ -116,7 +116,7 @@ class OpenDatasets:
 
     def check_counted_for(self, processor: Any) -> None:
         """Warn where the index was counted for another processor, or not counted at all: plans are then estimates."""
-        expected = template_digest(processor)
+        expected = self._text or template_digest(processor)
         for source, manifest in zip(self._sources, self.manifests, strict=True):
             counted = manifest.tokens
             if counted.kind == "exact" and counted.template_sha256 == expected:
@@ -163,7 +163,7 @@ class OpenDatasets:
 
     def _labels(self, source: int, counted: Ints) -> Ints:
         """Return [n] labels; unknown where they were counted for another template or tokenizer, or not at all."""
-        is_ours = self._template and self.manifests[source].tokens.template_sha256 == self._template
+        is_ours = self._text and self.manifests[source].tokens.template_sha256 == self._text
         return counted if is_ours else np.full(len(counted), -1, dtype=np.int64)
 
     def _count(self, media: MediaColumns) -> TokenColumns:
