@@ -103,7 +103,9 @@ def warnings_of(caplog) -> list[str]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_was_not_counted_is_said_once_with_the_ways_out(uncounted, processor, caplog, workers):
-    loader = StreamLoader(uncounted, processor=processor, mode="plain", batch_size=3, micro_batches=2, num_workers=workers)
+    loader = StreamLoader(
+        uncounted, processor=processor, mode="plain", batch_size=3, micro_batches=2, num_workers=workers
+    )
     with caplog.at_level(logging.WARNING):
         batches = list(loader) + list(loader)
     assert not any("num_items_in_batch" in batch for batch in batches if labels_of(batch))
