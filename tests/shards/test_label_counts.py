@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,17 @@ import numpy as np
 import pytest
 
 from vlm_stream.encode import IGNORE, EncodeConfig, Encoder
-from vlm_stream.errors import BadSampleError
-from vlm_stream.shards import load_manifest, make_shards, read_index, recount, to_conversation, verify_dataset
+from vlm_stream.errors import BadSampleError, DatasetError
+from vlm_stream.shards import (
+    IndexOptions,
+    index_tars,
+    load_manifest,
+    make_shards,
+    read_index,
+    recount,
+    to_conversation,
+    verify_dataset,
+)
 from vlm_stream.shards.counting import ExactCounter
 from vlm_stream.shards.foreign import measure_media
 from vlm_stream.shards.index import decode_index, recounted_index
@@ -217,8 +228,6 @@ def test_a_recount_gives_the_same_labels_as_a_conversion_and_takes_them_away(
 
 
 def test_samples_that_a_processor_refuses_bring_no_labels(toy_shards: Path, tmp_path: Path) -> None:
-    import shutil
-
     gemma = tmp_path / "gemma"
     build_processor("gemma3").save_pretrained(gemma)
     out = Path(shutil.copytree(toy_shards, tmp_path / "copy"))
@@ -232,8 +241,6 @@ def test_samples_that_a_processor_refuses_bring_no_labels(toy_shards: Path, tmp_
 
 
 def test_verify_finds_labels_that_cannot_be(counted: Path, tmp_path: Path) -> None:
-    import shutil
-
     out = Path(shutil.copytree(counted, tmp_path / "copy"))
     path = out / "shard-000001.index.parquet"
     index = decode_index(path.read_bytes())
@@ -245,6 +252,18 @@ def test_verify_finds_labels_that_cannot_be(counted: Path, tmp_path: Path) -> No
     assert [problem.kind for problem in problems] == ["changed_index", "wrong_count", "wrong_labels", "wrong_labels"]
     assert "label_tokens" in problems[1].detail
     assert [problem.key for problem in problems[2:]] == [index.key(3), index.key(5)]
+
+
+def test_a_dataset_of_an_older_format_is_indexed_anew(counted: Path, qwen: tuple[Any, str], tmp_path: Path) -> None:
+    """The way out that its refusal names: tars stay as they are, and so does all that is counted in them."""
+    out = Path(shutil.copytree(counted, tmp_path / "copy"))
+    path = out / "dataset.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3}))
+    with pytest.raises(DatasetError, match=r"format version 3.*tars are as they were.*vlm-stream index --overwrite"):
+        load_manifest(open_store(str(out)))
+    index_tars([str(out)], IndexOptions(processor=qwen[1], overwrite=True))
+    assert labels_of(out) == labels_of(counted)
+    assert load_manifest(open_store(str(out))).digest == load_manifest(open_store(str(counted))).digest
 
 
 def test_workers_count_alike(toy_meta: Path, counted: Path, qwen: tuple[Any, str], tmp_path: Path, digests) -> None:

@@ -15,6 +15,8 @@ from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import numpy as np
+
 from vlm_stream.conversation import iter_media
 from vlm_stream.errors import BadSampleError, ConfigError, VlmStreamError
 from vlm_stream.shards.manifest import TokenCounting
@@ -141,14 +143,14 @@ class ExactCounter:
 
         from vlm_stream.encode import IGNORE
 
-        row = torch.tensor(ids, dtype=torch.long)
+        row = torch.from_numpy(np.array(ids, dtype=np.int64))  # quicker than torch is with a list
         if markers is not None:
             row = self._encoder.splice({"input_ids": row}, rendered, markers)["input_ids"]
         if any(message.get("role") == "assistant" and any(iter_media([message])) for message in conversation):
             return SampleCounts(len(row))
         labels = self._encoder.label(conversation, rendered, row)
         # Nothing comes before the first token, so no loss learns it.
-        return SampleCounts(len(row), int((labels[1:] != IGNORE).sum()))
+        return SampleCounts(len(row), int(np.count_nonzero(labels.numpy()[1:] != IGNORE)))
 
 
 @cache
