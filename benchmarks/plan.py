@@ -129,6 +129,7 @@ class Reader:
             vision_tokens=vision,
             vision_patches=vision * 4,
             vision_squares=squares,
+            labels=np.full(len(tokens), -1),
             offset=offset,
             num_bytes=num_bytes,
         )

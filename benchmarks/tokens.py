@@ -31,6 +31,7 @@ def make_rows(num_rows: int) -> MediaColumns:
     seconds = np.exp(rng.normal(np.log(30), 0.9, num_videos))
     return MediaColumns(
         text_tokens=np.exp(rng.normal(np.log(200), 0.8, num_rows)).astype(np.int64),
+        label_tokens=np.full(num_rows, -1),
         image_splits=splits[0],
         image_sizes=sizes,
         video_splits=splits[1],

@@ -28,6 +28,7 @@ from vlm_stream.stream import (
     Position,
     RunState,
     StreamOptions,
+    UnknownLabels,
     VLMStream,
     check_world,
     count_rounds,
@@ -137,6 +138,7 @@ class StreamLoader:
         )
         self.ledger = Ledger(max_rate=self.stream.options.bad_budget)
         self._meter = Meter()
+        self._unknown_labels = UnknownLabels()
         self._place = _Place(Position.at(None), 0, 0)
         self._places: deque[_Place] = deque(maxlen=_KEPT_PLACES)
         """Where it stood before each of the latest batches."""
@@ -315,6 +317,8 @@ class StreamLoader:
         self.ledger.saw(delivery.num_samples)
         self.ledger.extend(delivery.bad)
         self._meter.add(delivery)
+        if self.options.train and self.world.rank == 0:
+            self._unknown_labels.saw(delivery)
         self._places.append(self._place)
         self._place = _Place(delivery.behind, self._place.rounds, self._place.batches + 1)
 

@@ -40,6 +40,10 @@ class Meter:
         counts["samples"] += delivery.num_samples
         counts["bad_samples"] += len(delivery.bad)
         counts["tokens"] += delivery.num_tokens
+        counts["labels"] += delivery.num_labels
+        # What nobody planned cannot be missing.
+        planned = delivery.num_planned_labels
+        counts["planned_labels"] += delivery.num_labels if planned is None else planned
         counts["slots"] += delivery.num_slots
         counts["rows"] += delivery.num_rows
         for stage, duration in delivery.seconds.items():
@@ -61,6 +65,8 @@ class Meter:
             "samples": counts["samples"],
             "bad_samples": counts["bad_samples"],
             "tokens": counts["tokens"],
+            "labels": counts["labels"],
+            "planned_labels": counts["planned_labels"],
             "padding": 1 - counts["tokens"] / counts["slots"] if counts["slots"] else 0.0,
             "samples_per_s": counts["samples"] / elapsed,
             "tokens_per_s": counts["tokens"] / elapsed,

@@ -55,6 +55,7 @@ def make_planner(**config: Any) -> Any:
             vision_tokens=vision[part],
             vision_patches=vision[part] * 4,
             vision_squares=squares[part],
+            labels=np.full(len(num_bytes), -1),
             offset=np.cumsum(num_bytes) - num_bytes,
             num_bytes=num_bytes,
         )

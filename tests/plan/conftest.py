@@ -25,6 +25,7 @@ def columns_of(tokens: np.ndarray, vision: np.ndarray | None = None) -> SampleCo
         vision_tokens=vision,
         vision_patches=vision * 4,
         vision_squares=(vision * 4.0) ** 2,
+        labels=tokens // 3,
         offset=np.arange(len(tokens), dtype=np.int64) * 100_000,
         num_bytes=np.full(len(tokens), 90_000, dtype=np.int64),
     )

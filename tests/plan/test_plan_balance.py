@@ -25,6 +25,7 @@ def table_of(llm, vit, tokens=None):
         tokens=llm if tokens is None else np.asarray(tokens),
         llm=llm,
         vit=vit,
+        labels=np.full(n, -1),
         hashes=np.random.default_rng(0).integers(0, 2**63, n).astype(np.uint64),
         num_samples=np.ones(n, dtype=np.int64),
         dropped=(),

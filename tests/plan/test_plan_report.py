@@ -154,6 +154,7 @@ def test_text_only_plans_have_no_vision_to_balance(make):
                 vision_tokens=zeros,
                 vision_patches=zeros,
                 vision_squares=zeros * 1.0,
+                labels=zeros,
                 offset=zeros,
                 num_bytes=zeros,
             )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from vlm_stream.pp_media import (
     VLM_PP_MEDIA_KEY,
@@ -218,3 +219,7 @@ def test_positions_with_several_rows_are_cut_along_the_batch() -> None:
     specs = pp_chunk_specs({"position_ids": torch.zeros(4, 2, 3), "input_ids": torch.zeros(2, 3), "use_cache": False})
     assert (specs["position_ids"].split_dim, specs["input_ids"].split_dim) == (1, 0)
     assert pp_chunk_specs({"position_ids": torch.zeros(2, 3)})["position_ids"].split_dim == 0
+    with_count = {"input_ids": torch.zeros(4, 3), "num_items_in_batch": torch.tensor(9)}
+    split, kwargs = split_args_kwargs_into_chunks((), with_count, 2, kwargs_chunk_spec=pp_chunk_specs(with_count))
+    assert [int(chunk["num_items_in_batch"]) for chunk in kwargs] == [9, 9]
+    assert len(split) == 2

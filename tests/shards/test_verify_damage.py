@@ -6,7 +6,7 @@ import json
 import pickle
 import shutil
 import tarfile
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import crc32c
@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from vlm_stream.errors import DatasetError
-from vlm_stream.shards import load_manifest, make_shards, read_index, verify_dataset
+from vlm_stream.shards import load_manifest, read_index, verify_dataset
 from vlm_stream.shards.index import decode_index, recounted_index
 from vlm_stream.shards.layout import index_name
+from vlm_stream.shards.rows import SampleCounts
 from vlm_stream.storage import open_store
 
 
@@ -96,7 +97,7 @@ def test_missing_shard_and_missing_index(dataset: Path) -> None:
 def test_changed_index(dataset: Path) -> None:
     path = dataset / "shard-000001.index.parquet"
     counts = decode_index(path.read_bytes()).media.text_tokens
-    path.write_bytes(recounted_index(path.read_bytes(), (counts + 1).tolist()))
+    path.write_bytes(recounted_index(path.read_bytes(), [SampleCounts(count + 1) for count in counts.tolist()]))
     assert _problems(dataset) == [
         ("changed_index", "shard-000001.tar", "", -1),
         ("wrong_count", "shard-000001.tar", "", -1),
@@ -114,7 +115,7 @@ def test_damaged_index(dataset: Path) -> None:
         decode_index(path.read_bytes())
 
 
-@pytest.mark.parametrize("name", ["text_tokens", "crc32c"])
+@pytest.mark.parametrize("name", ["text_tokens", "label_tokens", "crc32c"])
 def test_index_with_a_hole(dataset: Path, name: str) -> None:
     """A missing number, in a column that plans need and in one that only fetching needs."""
     import pyarrow as pa
@@ -169,7 +170,12 @@ def test_rows_that_do_not_fit_the_conversation(dataset: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda data: data | {"version": 99}, "has format version 99, this release reads versions up to 3"),
+        (lambda data: data | {"version": 99}, "has format version 99, this release reads version 4"),
+        (
+            lambda data: data | {"version": 3},
+            r"has format version 3, and this release reads version 4.*cannot be read.*vlm-stream index --overwrite",
+        ),
+        (lambda data: data | {"version": 1, "shards": []}, "has format version 1, and this release reads version 4"),
         (lambda data: data | {"format": "other"}, "is not a manifest of this package"),
         (
             lambda data: data | {"shards": {k: v[:2] if isinstance(v, list) else v for k, v in data["shards"].items()}},
@@ -224,7 +230,7 @@ def test_a_manifest_is_trusted_as_it_was_written_and_looked_at_closely_otherwise
     data = json.loads(text)
     assert data["shards"]["etag"] is None  # one value for all
     del data["crc32c"], data["joint_index_crc32c"]
-    path.write_text(json.dumps(data | {"version": 2, "shards": manifest.shards.columns(), "joint_index_sha256": "x"}))
+    path.write_text(json.dumps(data | {"shards": manifest.shards.columns()}))
     assert load_manifest(open_store(str(dataset))) == replace(manifest, joint_index_crc32c=None)
     sums = data["shards"]["crc32c"]
     path.write_text(text.replace(str(sums[1]), str(sums[1] + 1)))
@@ -253,27 +259,11 @@ def test_another_form_with_a_right_checksum_is_told_by_its_version(dataset: Path
 
     path = dataset / "dataset.json"
     _, _, rest = path.read_text().partition(",\n")
-    newer = rest.replace('"version": 3', '"version": 4')
+    newer = rest.replace('"version": 4', '"version": 5')
     for text in (newer, newer.replace('"shards": {\n', '"shards": {')):
         path.write_text(manifest._HEAD.format(crc32c.crc32c(text.encode())) + text)
-        with pytest.raises(DatasetError, match="has format version 4"):
+        with pytest.raises(DatasetError, match="has format version 5"):
             load_manifest(open_store(str(dataset)))
-
-
-def test_manifests_of_the_first_format_are_read(dataset: Path) -> None:
-    """They list shard by shard, and their joint index is of another kind: it is not asked for."""
-    manifest = load_manifest(open_store(str(dataset)))
-    path = dataset / "dataset.json"
-    data = json.loads(path.read_text()) | {"joint_index_sha256": "of another kind"}
-    del data["joint_index_crc32c"], data["crc32c"]
-    shards = [asdict(shard) for shard in manifest.shards]
-    path.write_text(json.dumps(data | {"version": 1, "shards": shards}, indent=1))
-    assert load_manifest(open_store(str(dataset))) == replace(manifest, joint_index_crc32c=None)
-    for shard in shards:
-        del shard["crc32c"]
-    path.write_text(json.dumps(data | {"version": 1, "shards": shards}))
-    with pytest.raises(DatasetError, match="lacks or misnames a field"):
-        load_manifest(open_store(str(dataset)))
 
 
 def test_an_index_in_several_row_groups_says_the_same(dataset: Path) -> None:
@@ -289,19 +279,11 @@ def test_an_index_in_several_row_groups_says_the_same(dataset: Path) -> None:
     assert (cut.keys, cut.totals(0)) == (whole.keys, whole.totals(0))
 
 
-def test_a_finished_conversion_of_the_first_format_is_finished(toy_meta: Path, tmp_path: Path) -> None:
-    made = make_shards(toy_meta, tmp_path / "out", samples_per_shard=50)
-    path = tmp_path / "out" / "dataset.json"
-    data = json.loads(path.read_text())
-    shards = [asdict(shard) for shard in load_manifest(open_store(str(tmp_path / "out"))).shards]
-    path.write_text(json.dumps(data | {"version": 1, "shards": shards}))
-    assert make_shards(toy_meta, tmp_path / "out", samples_per_shard=50, resume=True).digest == made.digest
-
-
 def test_index_survives_its_bytes(dataset: Path) -> None:
     data = (dataset / "shard-000002.index.parquet").read_bytes()
     index = decode_index(data)
-    assert recounted_index(data, index.media.text_tokens.tolist()) == data
+    counts = zip(index.media.text_tokens.tolist(), index.media.label_tokens.tolist(), strict=True)
+    assert recounted_index(data, [SampleCounts(*pair) for pair in counts]) == data
     assert "places" not in vars(index)  # not decoded before it is asked for
     with tarfile.open(dataset / "shard-000002.tar") as tar:
         in_tar = [(member.name, member.offset_data, member.size) for member in tar]

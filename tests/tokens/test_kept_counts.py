@@ -30,6 +30,7 @@ def columns(num_rows: int = 300) -> MediaColumns:
     clips = [(1, 900), (28, 2000), (28, 1500)]
     return MediaColumns(
         text_tokens=numbers(num_rows, 1, 3000, 4),
+        label_tokens=np.full(num_rows, -1),
         image_splits=splits[0],
         image_sizes=np.stack([numbers(images, 28, 3000, salt) for salt in (5, 6)], axis=1),
         video_splits=splits[1],

@@ -130,6 +130,7 @@ def summary(report: ShardReport) -> dict[str, str]:
         "audios": f"{totals.audios:,}",
         "text only": f"{totals.text_only:,}",
         f"text tokens ({report.tokens})": f"{totals.text_tokens:,}",
+        **({"  of them labels": f"{totals.label_tokens:,}"} if totals.label_tokens else {}),
         "shards": f"{report.num_shards:,}" + (f" ({report.num_kept} were there)" if report.num_kept else ""),
         "bytes": human_bytes(totals.bytes),
         "dropped": f"{report.num_dropped:,}",

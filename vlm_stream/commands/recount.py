@@ -1,4 +1,4 @@
-"""recount: the text tokens of a dataset, counted again for another processor."""
+"""recount: the text tokens and labels of a dataset, counted again for another processor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME: Final = "recount"
-HELP: Final = "count the text tokens of a dataset again for another processor; tars are untouched"
+HELP: Final = "count the text tokens and labels of a dataset again for another processor; tars are untouched"
 EXAMPLES: Final = """\
 examples:
   recount --processor Qwen/Qwen3-VL-8B-Instruct out/
@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
         for bad in report.refused:
             sys.stdout.write(f"{bad}\n")
         sys.stdout.write(
-            f"{report.url}: {report.tokens_before:,} text tokens before, {report.tokens_after:,} now; "
+            f"{report.url}: {report.tokens_before:,} text tokens before, {report.tokens_after:,} now, "
+            f"{report.labels_after:,} of them labels; "
             f"{report.num_changed:,} samples changed, {len(report.refused):,} refused, {report.seconds:.1f} s\n"
         )
     return 1 if report.refused else 0

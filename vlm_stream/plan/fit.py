@@ -38,7 +38,9 @@ def fit_samples(
     if rule == "truncate":
         # A carried sample was named when it first came.
         notes += _notes(samples, long & ~wide & (samples.age == 0), "truncated")
-        samples = replace(samples, tokens=np.minimum(samples.tokens, max_tokens or 0) if long.any() else samples.tokens)
+        if long.any():  # how many labels are cut off is not known here
+            tokens, labels = np.minimum(samples.tokens, max_tokens or 0), np.where(long, -1, samples.labels)
+            samples = replace(samples, tokens=tokens, labels=labels)
     return samples.pick(~gone), tuple(notes)
 
 

@@ -1,6 +1,6 @@
 """Columns of shards while they are live: read when a window first touches a shard, and then kept.
 
-Enters: shards and their sizes, a `ColumnReader`. Leaves: numbers of any of their samples, in arrays. Sixteen bytes a
+Enters: shards and their sizes, a `ColumnReader`. Leaves: numbers of any of their samples, in arrays. Twenty bytes a
 sample; shards that are never touched take none.
 """
 
@@ -44,6 +44,7 @@ class LiveColumns:
         self.tokens = np.empty(total, dtype=np.int32)
         self.vision = np.empty(total, dtype=np.int32)
         self.vit = np.empty(total, dtype=np.int64)
+        self.labels = np.empty(total, dtype=np.int32)
 
     def load(self, slots: Ints, number: int, spec: SourceSpec, read: ColumnReader, costs: CostConfig) -> None:
         """Read those of the shards at some places that were not read yet."""
@@ -55,6 +56,7 @@ class LiveColumns:
             self.tokens[rows] = columns.tokens
             self.vision[rows] = columns.vision_tokens
             self.vit[rows] = vit_cost(columns.vision_patches, columns.vision_squares, costs)
+            self.labels[rows] = columns.labels
             self._read[missing] = True
 
     def _portions(self, slots: Ints) -> Iterator[Ints]:

@@ -66,6 +66,8 @@ class UnitTable:
     tokens: Ints
     llm: Ints
     vit: Ints
+    labels: Ints
+    """[n] Below 0: unknown."""
     hashes: npt.NDArray[np.uint64]
     num_samples: Ints
     """[n] Samples in each unit."""
@@ -183,7 +185,7 @@ def _table(parts: list[tuple[Window, Ints]], dropped: tuple[Dropped, ...]) -> Un
     return UnitTable(
         windows=tuple(window for window, _ in parts),
         dropped=dropped,
-        **{name: join(name) for name in ("window", "unit", "tokens", "llm", "vit", "hashes", "num_samples")},
+        **{name: join(name) for name in ("window", "unit", "tokens", "llm", "vit", "labels", "hashes", "num_samples")},
     )
 
 
@@ -195,6 +197,7 @@ def _part(window: Window, units: Ints, place: int, dropped: tuple[Dropped, ...])
         tokens=window.tokens[units],
         llm=window.llm[units],
         vit=window.vit[units],
+        labels=window.labels[units],
         hashes=window.hashes[units],
         num_samples=window.splits[units + 1] - window.splits[units],
         dropped=dropped,

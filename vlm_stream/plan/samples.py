@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
 
-_SMALL_SOURCE = 1 << 18  # samples; their columns take 4 MB
+_SMALL_SOURCE = 1 << 18  # samples; their columns take 5 MB
 
 __all__ = ["Samples", "SourceStream", "concatenate", "read_refs"]
 
@@ -43,6 +43,8 @@ class Samples:
     """[n] Vision tokens."""
     vit: Ints
     """[n] Cost in the vision tower, in whole units."""
+    labels: Ints
+    """[n] Tokens that are learned; -1: unknown, or changed by the mode's rules."""
     age: Ints
     """[n] Windows through which the sample was carried."""
 
@@ -57,6 +59,7 @@ class Samples:
             tokens=self.tokens[rows],
             vision=self.vision[rows],
             vit=self.vit[rows],
+            labels=self.labels[rows],
             age=self.age[rows],
         )
 
@@ -69,6 +72,7 @@ class Samples:
             tokens=zeros,
             vision=zeros.copy(),
             vit=zeros.copy(),
+            labels=zeros.copy(),
             age=zeros.copy(),
         )
 
@@ -84,6 +88,7 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
         tokens=np.concatenate([p.tokens for p in parts]),
         vision=np.concatenate([p.vision for p in parts]),
         vit=np.concatenate([p.vit for p in parts]),
+        labels=np.concatenate([p.labels for p in parts]),
         age=np.concatenate([p.age for p in parts]),
     )
 
@@ -155,6 +160,7 @@ class SourceStream:
             tokens=columns.tokens[at].astype(np.int64),
             vision=columns.vision[at].astype(np.int64),
             vit=columns.vit[at],
+            labels=columns.labels[at].astype(np.int64),
             age=np.zeros(len(rows), dtype=np.int64),
         )
 
@@ -201,5 +207,6 @@ def read_refs(refs: Ints, specs: Sequence[SourceSpec], read: ColumnReader, costs
         live = LiveColumns(shards, np.asarray([specs[source].samples_per_shard[shard] for shard in shards.tolist()]))
         live.load(slots, source, specs[source], read, costs)
         rows = live.splits[slots] + refs[here, 2]
-        out.tokens[here], out.vision[here], out.vit[here] = live.tokens[rows], live.vision[rows], live.vit[rows]
+        for name in ("tokens", "vision", "vit", "labels"):
+            getattr(out, name)[here] = getattr(live, name)[rows]
     return out

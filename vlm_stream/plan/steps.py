@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -169,6 +170,11 @@ class _Dealt:
         self.grid = block.deal()  # [steps, micro, rank, row]
         self._of_rank: dict[int, tuple[list[tuple[Ref, ...]], list[list[int]]]] = {}
 
+    @cached_property
+    def labels(self) -> npt.NDArray[np.int64]:
+        """[steps, micro, rank] How many labels each micro-batch has; below 0: unknown."""
+        return np.asarray(np.where(self.grid >= 0, self.block.table.labels[self.grid], 0).sum(axis=3))
+
     def of_rank(self, rank: int) -> tuple[list[tuple[Ref, ...]], list[list[int]]]:
         """Return [steps * micro * row] the refs of each row, and [steps, micro] tokens, of one rank."""
         found = self._of_rank.get(rank)
@@ -245,6 +251,20 @@ class Step:
         """Return how many tokens the rows of one micro-batch hold."""
         _, tokens = self._dealt.of_rank(rank)
         return tokens[self._number][micro]
+
+    @property
+    def total_labels(self) -> int | None:
+        """Return how many tokens are learned in the step, over all its ranks and micro-batches.
+
+        Also those before `micro_begin`. None: one of its samples has no count, or was cut.
+        """
+        count = int(self._dealt.labels[self._number].sum())
+        return count if count >= 0 else None
+
+    def labels(self, rank: int, micro: int) -> int | None:
+        """Return how many tokens of one micro-batch are learned; None: unknown for one of its samples."""
+        count = int(self._dealt.labels[self._number, micro, rank])
+        return count if count >= 0 else None
 
     def state_after(self, micro: int | None = None) -> dict[str, Any]:
         """Return the state once all ranks have consumed the step up to and with that micro-step (all by default)."""

@@ -39,6 +39,8 @@ class SampleColumns:
     """[n] Patches that enter the vision tower."""
     vision_squares: npt.NDArray[np.float64]
     """[n] Sum over images of patches squared."""
+    labels: npt.NDArray[np.int64]
+    """[n] Tokens that are learned; -1: unknown."""
     offset: npt.NDArray[np.int64]
     """[n] First byte in the shard."""
     num_bytes: npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vlm_stream.plan.values import Dropped
 
     Ints = npt.NDArray[np.int64]
+
+_UNKNOWN: Final = -(1 << 40)
 
 __all__ = ["Cursor", "Terms", "Window", "epoch_at", "plan_window"]
 
@@ -78,6 +80,8 @@ class Window:
     """[u] Cost in the language model."""
     vit: Ints
     """[u] Cost in the vision tower."""
+    labels: Ints
+    """[u] Tokens that are learned; below 0: unknown for one of the samples at least."""
     hashes: npt.NDArray[np.uint64]
     """[u] Of the refs in each unit."""
     dropped: tuple[Dropped, ...]
@@ -140,6 +144,8 @@ def plan_window(cursor: Cursor, streams: Sequence[SourceStream], config: PlanCon
         tokens=_sums(members.tokens, splits),
         llm=_sums(llm_cost(members.tokens, config.balance.costs), splits),
         vit=_sums(members.vit, splits),
+        # So far below 0 that no number of labels makes up for it.
+        labels=_sums(np.where(members.labels < 0, _UNKNOWN, members.labels), splits),
         hashes=hashes,
         dropped=cut.dropped,
         closes=ended,

@@ -24,7 +24,7 @@ def pp_chunk_specs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
     def spec(name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or not value.ndim:  # a number, such as the labels of the step
             return _Replicate()
         return TensorChunkSpec(1 if name == "position_ids" and value.ndim == 3 else 0)  # type: ignore[no-untyped-call]
 

@@ -235,12 +235,14 @@ def _to_row(key: str, group: list[tuple[str, TarMember]], fields: FieldMap, coun
     begin, end = group[0][1].begin, group[-1][1].end
     if sum(len(m.header) + len(m.content) + len(m.pad) for _, m in group) != end - begin:
         raise BadSampleError("convert", "split_sample", "other entries of the tar lie between the sample's members.")
+    counts = counter.count(conversation, sizes)
     return SampleRow(
         key=key,
         offset=begin,
         size=end - begin,
         crc32c=crc,
-        text_tokens=counter.count(conversation, sizes),
+        text_tokens=counts.text_tokens,
+        label_tokens=counts.label_tokens,
         sizes=sizes,
         members=tuple(MemberPlace(name, member.offset, len(member.content)) for name, member in group),
     )

@@ -28,6 +28,7 @@ from vlm_stream.shards.index_columns import (
     read_table,
 )
 from vlm_stream.shards.layout import index_name
+from vlm_stream.shards.rows import SampleCounts
 from vlm_stream.shards.schema import index_schema
 from vlm_stream.shards.shard_list import ShardEntry, Totals
 from vlm_stream.storage.values import Member, Span
@@ -165,6 +166,7 @@ class ShardIndex:
             samples=len(self),
             bytes=num_bytes,
             text_tokens=int(media.text_tokens.sum()),
+            label_tokens=int(np.maximum(media.label_tokens, 0).sum()),
             text_only=int((per_sample == 0).sum()),
             images=len(media.image_sizes),
             image_pixels=int(media.image_sizes.prod(axis=1).sum()),
@@ -204,13 +206,15 @@ def write_table(table: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def recounted_index(data: bytes, text_tokens: Sequence[int]) -> bytes:
-    """Return an index with other text counts and all else as it was."""
+def recounted_index(data: bytes, counts: Sequence[SampleCounts]) -> bytes:
+    """Return an index with other counts and all else as it was."""
     import pyarrow as pa
 
     table = read_table(data, "index")
-    number = table.schema.get_field_index("text_tokens")
-    return write_table(table.set_column(number, "text_tokens", to_array(text_tokens, pa.int32())))
+    for name in SampleCounts._fields:
+        values = [getattr(sample, name) for sample in counts]
+        table = table.set_column(table.schema.get_field_index(name), name, to_array(values, pa.int32()))
+    return write_table(table)
 
 
 def decode_index(data: bytes, *, where: str = "index", media: Collection[str] = MEDIA) -> ShardIndex:

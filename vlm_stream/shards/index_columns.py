@@ -125,7 +125,7 @@ def telling(where: str) -> Iterator[None]:
 
 def plan_names(media: Collection[str]) -> tuple[str, ...]:
     """Return the columns that `PlanColumns` looks at, in the order of the schema."""
-    return ("offset", "size", "text_tokens", *(kind for kind in MEDIA if kind in media))
+    return ("offset", "size", "text_tokens", "label_tokens", *(kind for kind in MEDIA if kind in media))
 
 
 class PlanColumns:
@@ -149,8 +149,8 @@ class PlanColumns:
             self._images = ragged("images", ("height", "width"))
             self._videos = ragged("videos", ("frames", "height", "width", "fps", "seconds", "picked"))
             self._audios = ragged("audios", ("samples", "rate"))
-            self.offset, self.size, self._tokens = (
-                column_numbers(table, name) for name in ("offset", "size", "text_tokens")
+            self.offset, self.size, self._tokens, self._labels = (
+                column_numbers(table, name) for name in ("offset", "size", "text_tokens", "label_tokens")
             )
 
     def __len__(self) -> int:
@@ -164,6 +164,7 @@ class PlanColumns:
         audio_splits, audios = _take(self._audios, rows)
         return MediaColumns(
             text_tokens=self._tokens[rows].astype(np.int64),
+            label_tokens=self._labels[rows].astype(np.int64),
             image_splits=image_splits,
             image_sizes=_stack(images, ("height", "width")),
             video_splits=video_splits,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Job", "clear_target", "find_parts", "job_parameters", "load_job", "remove_job", "save_job"]
 
 _NUM_PROBES: Final = 64
-_SHARD_FORMAT: Final = 1
+_SHARD_FORMAT: Final = 2
 """Of tars and their indexes; what a manifest looks like does not keep a conversion from going on."""
 _NUM_THREADS: Final = 16
 

@@ -83,6 +83,11 @@ class JointIndex:
         with telling(self._where):
             return TokenColumns(**{name: column_numbers(self._table, name)[rows] for name in COUNTS})
 
+    def label_tokens(self, rows: Ints | slice) -> Ints:
+        """Return how many labels some samples have; -1: unknown."""
+        with telling(self._where):
+            return column_numbers(self._table, "label_tokens")[rows].astype(np.int64)
+
     def media(self, rows: Ints | slice) -> MediaColumns:
         """Return text counts and media sizes of some samples."""
         return self._columns.take(rows)

@@ -6,7 +6,6 @@ whole. It knows no tar and no index, only their digests.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
@@ -28,7 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT_VERSION", "Manifest", "TokenCounting", "load_manifest", "save_manifest"]
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
+_OLD_VERSIONS: Final = range(1, FORMAT_VERSION)
 _HEAD: Final = '{{\n "crc32c": {},\n'
 """How the file begins: with the checksum of all that follows."""
 _COLUMNS_BEGIN: Final = ',\n "shards": {\n'
@@ -40,7 +40,7 @@ _SINGLE_VALUES: Final = {"name": (), "etag": (str, type(None)), "index_sha256": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounting:
-    """How `text_tokens` came about."""
+    """How `text_tokens` came about, and `label_tokens`, which only a processor counts."""
 
     kind: str = "estimated"
     """`exact`: a processor's template, rendered and tokenised; `estimated`: a third of the characters."""
@@ -188,25 +188,20 @@ def _parse(text: str | bytes, where: str) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("format") != "vlm_stream":
         raise DatasetError(f"{where} is not a manifest of this package. For tars made elsewhere run: vlm-stream index")
     version = data.pop("version", None)
-    if version == 1:
-        _from_rows(data)
-    if version in (1, 2):
-        data.pop("joint_index_sha256", None)  # of a joint index of another kind, which is not asked for
-    elif version != FORMAT_VERSION:
+    if version in _OLD_VERSIONS:
         raise DatasetError(
-            f"{where} has format version {version}, this release reads versions up to {FORMAT_VERSION}: "
+            f"{where} has format version {version}, and this release reads version {FORMAT_VERSION}, whose indexes "
+            f"count labels: it cannot be read. The tars are as they were; write indexes and manifest anew with: "
+            f"vlm-stream index --overwrite --processor ... (the folder), or convert again."
+        )
+    if version != FORMAT_VERSION:
+        raise DatasetError(
+            f"{where} has format version {version}, this release reads version {FORMAT_VERSION}: "
             f"it cannot be read safely. Install the release that wrote it, or a newer one."
         )
     for name in ("format", "totals", "crc32c"):
         data.pop(name, None)
     return data
-
-
-def _from_rows(data: dict[str, Any]) -> None:
-    """Bring the shards of the first format, which listed them one by one, into columns."""
-    with contextlib.suppress(KeyError, TypeError, AttributeError):  # what is missing is told of later
-        rows = [shard | shard.pop("totals") for shard in data["shards"]]
-        data["shards"] = {name: [row[name] for row in rows] for name in ShardList.of(()).columns()}
 
 
 def _columns(written: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Text tokens counted again, for another processor. Indexes and manifest are rewritten; no tar is.
+"""Text tokens and labels counted again, for another processor. Indexes and manifest are rewritten; no tar is.
 
-Enters: a dataset's URL and a processor. Leaves: the dataset with other text counts. Only the JSON and text members are
+Enters: a dataset's URL and a processor. Leaves: the dataset with other counts. Only the JSON and text members are
 read, by range. The manifest is written last; after an interruption the recount is run again.
 """
 
@@ -22,6 +22,7 @@ from vlm_stream.shards.index import decode_index, recounted_index
 from vlm_stream.shards.joint_index import with_joint_index
 from vlm_stream.shards.layout import index_name
 from vlm_stream.shards.manifest import load_manifest, save_manifest
+from vlm_stream.shards.rows import SampleCounts
 from vlm_stream.shards.sample import picked_frames
 from vlm_stream.shards.shard_list import ShardList
 from vlm_stream.storage import open_store
@@ -51,9 +52,11 @@ class RecountReport:
     tokens_before: int
     tokens_after: int
     num_changed: int
-    """Samples with another count than before."""
+    """Samples with other counts than before."""
+    labels_after: int
+    """Of the samples for which they are known."""
     refused: tuple[BadSample, ...] = ()
-    """Samples that the processor cannot count; they keep their old count."""
+    """Samples that the processor cannot count; they keep their old count, and bring no labels."""
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,8 +81,9 @@ class _Recounter:
         counter = open_counter(self.processor)
         data = bytes(dataset.get(index_name(shard.name)))
         index = decode_index(data, where=index_name(shard.name))
-        counts: list[int] = index.media.text_tokens.tolist()
-        before = list(counts)
+        before = list(map(SampleCounts, index.media.text_tokens.tolist(), index.media.label_tokens.tolist()))
+        none = -1 if self.processor is None else 0
+        counts = [SampleCounts(text, none) for text, _ in before]
         refused = []
         for row, texts in _iter_texts(tars, shard.name, index):
             names = [member.name for member in index.members(row)]
@@ -90,7 +94,7 @@ class _Recounter:
                 refused.append(_refused(shard.name, index.key(row), int(index.offset[row]), error))
         rewritten = recounted_index(data, counts)
         dataset.put(index_name(shard.name), rewritten)
-        totals = replace(shard.totals, text_tokens=sum(counts))
+        totals = decode_index(rewritten).totals(shard.totals.bytes)
         entry = replace(shard, totals=totals, index_sha256=hashlib.sha256(rewritten).hexdigest())
         return entry, sum(a != b for a, b in zip(before, counts, strict=True)), refused
 
@@ -129,11 +133,11 @@ def recount(
     store: StoreOptions | None = None,
     on_shard: Callable[[ShardEntry, int], None] | None = None,
 ) -> RecountReport:
-    """Count the text tokens of a dataset again.
+    """Count the text tokens and labels of a dataset again.
 
     Args:
         url: The dataset's folder or URL.
-        processor: Name or path of a transformers processor; None goes back to estimates.
+        processor: Name or path of a transformers processor; None goes back to estimates, without labels.
         workers: Shards at a time.
         store: How to reach object stores.
         on_shard: Called with every recounted shard and the number of shards, for progress.
@@ -162,6 +166,7 @@ def recount(
         processor=processor or "",
         tokens_before=manifest.totals.text_tokens,
         tokens_after=counted.totals.text_tokens,
+        labels_after=counted.totals.label_tokens,
         num_changed=num_changed,
         refused=tuple(bad for shard in manifest.shards for bad in refused[shard.name]),
         seconds=round(time.perf_counter() - begin, 3),

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from vlm_stream.tokens import MediaSizes
 
-__all__ = ["MemberPlace", "SampleRow"]
+__all__ = ["MemberPlace", "SampleCounts", "SampleRow"]
+
+
+class SampleCounts(NamedTuple):
+    """What a sample's text costs; named as the columns of an index are."""
+
+    text_tokens: int
+    """All of it, one for every media placeholder."""
+    label_tokens: int = -1
+    """Those that are learned: they have a label, and a token before them. -1: unknown."""
 
 
 class MemberPlace(NamedTuple):
@@ -31,6 +40,7 @@ class SampleRow:
     size: int
     crc32c: int
     text_tokens: int
+    label_tokens: int
     sizes: MediaSizes
     members: tuple[MemberPlace, ...]
 
@@ -43,6 +53,7 @@ class SampleRow:
             self.size,
             self.crc32c,
             self.text_tokens,
+            self.label_tokens,
             [(image.height, image.width) for image in sizes.images],
             [(v.frames, v.height, v.width, v.fps, v.seconds, len(v.picked)) for v in sizes.videos],
             [(audio.samples, audio.rate) for audio in sizes.audios],

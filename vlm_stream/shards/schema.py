@@ -52,6 +52,7 @@ def index_schema(names: tuple[str, ...] | None = None, *, narrow: bool = False) 
             ("size", place),  # up to and with the padding of its last member
             ("crc32c", pa.uint32()),  # of that range
             ("text_tokens", pa.int32()),  # one for every media placeholder
+            ("label_tokens", pa.int32()),  # those that are learned; -1: not counted
             ("images", pa.list_(image)),
             ("videos", pa.list_(video)),
             ("audios", pa.list_(audio)),

@@ -26,6 +26,8 @@ class Totals:
     bytes: int = 0
     """Size of the tar."""
     text_tokens: int = 0
+    label_tokens: int = 0
+    """Of the samples for which they are known."""
     text_only: int = 0
     """Samples without any medium."""
     images: int = 0

@@ -141,14 +141,14 @@ def _add_record(
     name, own_id = record.source, record.id
     try:
         sample = build_sample(record, reader)
-        tokens = counter.count(sample.conversation, sample.sizes, record.extras.get("_text_tokens"))
+        counts = counter.count(sample.conversation, sample.sizes, record.extras.get("_text_tokens"))
     except BadSampleError as error:
         bad.append(BadSample(source=name, sample=own_id, stage=error.stage, reason=error.reason, detail=str(error)))
         return
     for note in record.extras.get("_mismatches", ()):
         reason, _, detail = str(note).partition(": ")
         bad.append(BadSample(source=name, sample=own_id, stage="kept", reason=reason, detail=detail))
-    writer.add(sample_key(number), sample, tokens)
+    writer.add(sample_key(number), sample, counts)
 
 
 def _locate(source: Any, number: int) -> tuple[str, str]:

@@ -189,6 +189,10 @@ class _ShardCheck:
                 f"{name} {counted[name]} in the index and {listed[name]} in the manifest" for name in wrong
             )
             self.note("wrong_count", f"{facts}.")
+        text, labels = index.media.text_tokens, index.media.label_tokens
+        for row in np.flatnonzero((labels < -1) | (labels > text)).tolist():
+            detail = f"the index has {labels[row]} labels among {text[row]} text tokens."
+            self.note("wrong_labels", detail, key=index.key(row), offset=int(index.offset[row]))
         ends = index.offset + index.size
         for row in np.flatnonzero(index.offset[1:] < ends[:-1]).tolist():
             self.note("wrong_range", "it begins inside its predecessor.", key=index.key(row + 1), offset=int(ends[row]))

@@ -17,6 +17,7 @@ from vlm_stream.shards.rows import MemberPlace, SampleRow
 from vlm_stream.shards.tar import END_OF_TAR, member_header, padding
 
 if TYPE_CHECKING:
+    from vlm_stream.shards.rows import SampleCounts
     from vlm_stream.shards.sample import Sample
 
 __all__ = ["ShardWriter", "write_all"]
@@ -39,7 +40,7 @@ class ShardWriter:
         self.num_bytes = 0
         self.rows: list[SampleRow] = []
 
-    def add(self, key: str, sample: Sample, text_tokens: int) -> None:
+    def add(self, key: str, sample: Sample, counts: SampleCounts) -> None:
         """Append one sample with all of its members."""
         begin = position = self.num_bytes
         crc = 0
@@ -61,7 +62,8 @@ class ShardWriter:
                 offset=begin,
                 size=position - begin,
                 crc32c=crc,
-                text_tokens=text_tokens,
+                text_tokens=counts.text_tokens,
+                label_tokens=counts.label_tokens,
                 sizes=sample.sizes,
                 members=tuple(places),
             )

@@ -5,13 +5,14 @@ Enters: sources, a processor, options. Leaves: `VLMStream`, whose batches are re
 In the order the data meets them: `sources.py`, `options.py`, `world.py`, `processors.py` (what the user said),
 `counting.py`, `datasets.py` (manifests and indexes: what the plan asks, where bytes lie), `planning.py`, `length.py`
 (how many batches), `pipeline.py` (plan -> bytes -> batches), `position.py`, `state.py` (where they stand), `rows.py`
-(samples, holes and fillers), `raw.py` (the same without a processor), `collators.py` (packed or padded), `dataset.py`
-(the IterableDataset).
+(samples, holes and fillers), `raw.py` (the same without a processor), `collators.py` (packed or padded),
+`label_counts.py` (what a loss is divided by), `dataset.py` (the IterableDataset).
 """
 
 from __future__ import annotations
 
 from vlm_stream.stream.dataset import VLMStream
+from vlm_stream.stream.label_counts import UnknownLabels
 from vlm_stream.stream.length import LengthEstimate, count_rounds, estimate_length, is_endless, length_key
 from vlm_stream.stream.options import StreamOptions
 from vlm_stream.stream.pipeline import Delivery
@@ -33,6 +34,7 @@ __all__ = [
     "SourceOptions",
     "Sources",
     "StreamOptions",
+    "UnknownLabels",
     "VLMStream",
     "World",
     "check_world",

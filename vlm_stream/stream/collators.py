@@ -95,6 +95,8 @@ class PaddedCollator:
             if any(key in sample for sample in samples):
                 value = self._padding_idx if fill is None else fill
                 batch[key] = torch.stack([_padded(sample, key, length, value) for sample in samples])
+        if "labels" in batch:
+            batch["labels"][:, 0] = IGNORE  # no token comes before it: losses do not learn it, and must not count it
         axes = [None if self._positions is None else self._positions(sample) for sample in samples]
         known = [pad(row, (0, length - row.shape[1])) for row in axes if row is not None]  # each [3, length]
         if known:
@@ -187,7 +189,10 @@ def _padded(sample: dict[str, Any], key: str, length: int, fill: int) -> torch.T
 
 
 def _with_safe_loss(batch: dict[str, Any]) -> dict[str, Any]:
-    """Keep the loss of a batch without any label at zero: transformers would divide by no labels and return NaN."""
+    """Keep the loss of a batch without any label at zero: transformers would divide by no labels and return NaN.
+
+    Where the labels of the whole step are known, these take the place of the 1 (see `label_counts.py`).
+    """
     if not (batch["labels"] != IGNORE).any():
         batch["num_items_in_batch"] = torch.ones((), dtype=torch.long)
     return batch

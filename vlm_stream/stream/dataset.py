@@ -21,6 +21,7 @@ from vlm_stream.errors import ConfigError, DatasetError, StateError
 from vlm_stream.plan import step_at
 from vlm_stream.storage import SpanReader
 from vlm_stream.stream.collators import make_collator
+from vlm_stream.stream.label_counts import UnknownLabels
 from vlm_stream.stream.length import count_rounds, is_endless
 from vlm_stream.stream.options import StreamOptions
 from vlm_stream.stream.pipeline import Delivery, MicroBatch, deliver
@@ -120,10 +121,13 @@ class VLMStream(IterableDataset[dict[str, Any]]):
             self._position, self._skip = Position.at(None), None
         first = first if self._skip is None else self._skip
         world = self.world
+        unknown_labels = UnknownLabels()
         try:
             for delivery in self.deliveries(self._position.state(), first, num_workers, world=world):
                 if worker is None:
                     check_world(world)
+                if self.options.train and world.rank == 0 and (worker is None or worker.id == 0):
+                    unknown_labels.saw(delivery)
                 self._position, self._skip = delivery.behind, num_workers - 1
                 yield Batch.sealed(delivery.batch)
         finally:

@@ -63,6 +63,7 @@ class OpenDatasets:
         geometry: Geometry,
         *,
         fake_tokens: int = 0,
+        text: str = "",
         max_indexes: int = 1024,
     ) -> None:
         """Raise `DatasetError` where a dataset has no samples; nothing is read yet.
@@ -72,12 +73,14 @@ class OpenDatasets:
             opened: What `open_manifests` returned for them.
             geometry: How media become tokens.
             fake_tokens: What the image costs that text-only samples get; 0: they get none.
+            text: `template_digest` of the processor that trains: labels are known where they were counted for it.
             max_indexes: Indexes that are kept in memory.
         """
         self._sources = tuple(sources)
         self._geometry = geometry
         self.geometry_digest = geometry.digest()
         self._fake_tokens = fake_tokens
+        self._text = text
         self._max_indexes = max_indexes
         self._stores: list[Store] = [store for store, _ in opened]
         self.manifests: list[Manifest] = [manifest for _, manifest in opened]
@@ -113,7 +116,7 @@ class OpenDatasets:
 
     def check_counted_for(self, processor: Any) -> None:
         """Warn where the index was counted for another processor, or not counted at all: plans are then estimates."""
-        expected = template_digest(processor)
+        expected = self._text or template_digest(processor)
         for source, manifest in zip(self._sources, self.manifests, strict=True):
             counted = manifest.tokens
             if counted.kind == "exact" and counted.template_sha256 == expected:
@@ -136,13 +139,15 @@ class OpenDatasets:
         joint = self._join(source, len(shards))
         if joint is not None:
             rows = entries_of(joint.splits, np.asarray(shards))
-            offset, size = (column[rows].astype(np.int64) for column in (joint.offset, joint.size))
+            places = [column[rows].astype(np.int64) for column in (joint.offset, joint.size)]
             if joint.counted_as == counted_as(self.geometry_digest) and not self._fake_tokens:
-                return _columns(joint.counts(rows), offset, size)
-            return self._count(joint.media(rows), offset, size)
-        indexes = self._open_indexes(source, shards)
-        offset, size = (np.concatenate(parts) for parts in zip(*((i.offset, i.size) for i in indexes), strict=True))
-        return self._count(join_columns([index.media for index in indexes]), offset, size)
+                return _columns(joint.counts(rows), self._labels(source, joint.label_tokens(rows)), *places)
+            media = joint.media(rows)
+        else:
+            indexes = self._open_indexes(source, shards)
+            places = [np.concatenate(parts) for parts in zip(*((i.offset, i.size) for i in indexes), strict=True)]
+            media = join_columns([index.media for index in indexes])
+        return _columns(self._count(media), self._labels(source, media.label_tokens), *places)
 
     def _open_indexes(self, source: int, shards: Sequence[int]) -> list[ShardIndex]:
         """Read indexes side by side."""
@@ -156,12 +161,17 @@ class OpenDatasets:
                     self._keep(place, found[place[1]])
         return [found[shard] for shard in shards]
 
-    def _count(self, media: MediaColumns, offset: Ints, size: Ints) -> SampleColumns:
+    def _labels(self, source: int, counted: Ints) -> Ints:
+        """Return [n] labels; unknown where they were counted for another template or tokenizer, or not at all."""
+        is_ours = self._text and self.manifests[source].tokens.template_sha256 == self._text
+        return counted if is_ours else np.full(len(counted), -1, dtype=np.int64)
+
+    def _count(self, media: MediaColumns) -> TokenColumns:
         counted = count_tokens(media, self._geometry)
         if self._fake_tokens:
             fake = np.where(num_media(media) == 0, self._fake_tokens, 0)  # [n]
             counted = replace(counted, tokens=counted.tokens + fake, vision_tokens=counted.vision_tokens + fake)
-        return _columns(counted, offset, size)
+        return counted
 
     def span(self, ref: Ref) -> Span:
         """Return where the bytes of a sample lie."""
@@ -253,12 +263,13 @@ class OpenDatasets:
         return max(float(self(source, largest).tokens.mean()), 1.0)
 
 
-def _columns(counted: TokenColumns, offset: Ints, size: Ints) -> SampleColumns:
+def _columns(counted: TokenColumns, labels: Ints, offset: Ints, size: Ints) -> SampleColumns:
     return SampleColumns(
         tokens=counted.tokens,
         vision_tokens=counted.vision_tokens,
         vision_patches=counted.vision_patches,
         vision_squares=counted.vision_squares,
+        labels=labels,
         offset=offset,
         num_bytes=size,
     )

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torch import Tensor
 
+from vlm_stream.encode import IGNORE
 from vlm_stream.errors import BadSampleError
 from vlm_stream.ledger import BadSample
+from vlm_stream.stream.label_counts import add_item_count
 from vlm_stream.stream.position import Position
 from vlm_stream.stream.raw import RawRows
 
@@ -71,6 +73,14 @@ class Delivery:
     """Tokens of the samples in it."""
     num_planned_tokens: int
     """Tokens that the index promised."""
+    num_labels: int
+    """Tokens of the batch that are learned."""
+    num_planned_labels: int | None
+    """Those that the index promised, bad samples included; None: it does not know, or a sample was cut."""
+    num_step_labels: int | None
+    """Those of the whole step, over all ranks and micro-batches: the batch's `num_items_in_batch`."""
+    num_in_step: int
+    """Micro-batches of the step, over all ranks."""
     num_rows: int
     """Rows of the batch, fillers included."""
     num_slots: int
@@ -172,6 +182,8 @@ def _finish(
         bad_names = {(line.source, line.shard, line.sample) for line in bad}
         names = [list(map(datasets.name, refs)) for refs in encoded_refs]
         batch["refs"] = [[name for name in row_names if name not in bad_names] for row_names in names]
+    num_labels = int((labels != IGNORE).sum()) if isinstance(labels := batch.get("labels"), Tensor) else 0
+    add_item_count(batch, plan.step.total_labels, num_labels)
     num_planned, raw = plan.step.tokens(plan.rank, plan.micro), isinstance(builder, RawRows)
     return Delivery(
         step=plan.step.index,
@@ -182,6 +194,10 @@ def _finish(
         num_samples=len(results) + len(plan.dropped),
         num_tokens=num_planned if raw else sum(len(sample["input_ids"]) for row in encoded_rows for sample in row),
         num_planned_tokens=num_planned,
+        num_labels=num_labels,
+        num_planned_labels=plan.step.labels(plan.rank, plan.micro),
+        num_step_labels=plan.step.total_labels,
+        num_in_step=plan.step.shape.world_size * plan.step.shape.micro_batches,
         num_rows=len(rows),
         num_slots=ids.numel() if isinstance(ids := batch.get("input_ids"), Tensor) else 0,
         seconds={"fetch": fetched[0], "encode": encoded - begin, "collate": time.perf_counter() - encoded},

@@ -44,16 +44,20 @@ def open_planner(
                 "was given; name one with --processor"
             )
         fake_tokens = count_fake_image(processor, geometry)
+    text = "" if processor is None else template_digest(processor)
+    # Where lengths are guesses, nobody knows which samples will be cut.
+    are_labels_known = geometry.is_exact or options.long_samples != "truncate"
     datasets = OpenDatasets(
         sources,
         opened,
         geometry,
         fake_tokens=fake_tokens,
+        text=text if are_labels_known else "",
         max_indexes=max(1024, 3 * options.group_shards * len(sources)),
     )
     config = options.plan(
         f"{datasets.geometry_digest}+{fake_tokens}",
-        text="" if processor is None else template_digest(processor),
+        text=text,
         epochs_before=epochs_before,
         weights_given=any(source.has_weight for source in sources),
     )

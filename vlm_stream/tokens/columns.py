@@ -7,7 +7,7 @@ Lists of media are ragged: row `i` owns the entries `splits[i]:splits[i + 1]`. F
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MediaColumns", "TokenColumns", "join_columns"]
 
+_VALUES: Final = ("text_tokens", "label_tokens", "image_sizes", "video_sizes", "video_picked", "audio_sizes")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MediaColumns:
@@ -25,6 +27,8 @@ class MediaColumns:
 
     text_tokens: npt.NDArray[np.int64]
     """[n] Everything but embeddings, plus one for every medium: the rendered chat, marks around media, timestamps."""
+    label_tokens: npt.NDArray[np.int64]
+    """[n] How many of them are labels: the answers that are to be learned, with their stop tokens. -1: unknown."""
     image_splits: npt.NDArray[np.int64]
     """[n + 1]"""
     image_sizes: npt.NDArray[np.int64]
@@ -75,7 +79,7 @@ def join_columns(parts: Sequence[MediaColumns]) -> MediaColumns:
 
     return MediaColumns(
         **{name: splits(name) for name in ("image_splits", "video_splits", "audio_splits")},
-        **{name: values(name) for name in ("text_tokens", "image_sizes", "video_sizes", "video_picked", "audio_sizes")},
+        **{name: values(name) for name in _VALUES},
         video_fps=np.concatenate([part.video_fps for part in parts]),
         video_seconds=np.concatenate([part.video_seconds for part in parts]),
     )

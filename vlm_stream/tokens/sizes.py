@@ -121,7 +121,10 @@ def _refuse_kind(name: str, geometry: Geometry) -> None:
 
 
 def make_columns(sizes: Sequence[MediaSizes], text_tokens: Sequence[int]) -> MediaColumns:
-    """Return the columns that an index of these samples would have (for few samples; an index has its own reader)."""
+    """Return the columns that an index of these samples would have (for few samples; an index has its own reader).
+
+    Labels are unknown.
+    """
 
     def splits(numbers: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         return np.concatenate([[0], np.cumsum(numbers)]).astype(np.int64)
@@ -131,6 +134,7 @@ def make_columns(sizes: Sequence[MediaSizes], text_tokens: Sequence[int]) -> Med
     audios = [(audio.samples, audio.rate) for sample in sizes for audio in sample.audios]
     return MediaColumns(
         text_tokens=np.asarray(text_tokens, np.int64),
+        label_tokens=np.full(len(sizes), -1, np.int64),
         image_splits=splits([len(sample.images) for sample in sizes]),
         image_sizes=np.asarray(images, np.int64).reshape(-1, 2),
         video_splits=splits([len(sample.videos) for sample in sizes]),

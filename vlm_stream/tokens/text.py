@@ -82,22 +82,32 @@ class TextCounter:
             places = [
                 place for place, text in enumerate(texts) if (not begin or not text.startswith(begin)) == adds_special
             ]
-            lengths = self._count_ids([texts[place] for place in places], adds_special) if places else ()
-            for place, length in zip(places, lengths, strict=True):
-                counts[place] = length
+            encoded = self._encode([texts[place] for place in places], adds_special) if places else ()
+            for place, ids in zip(places, encoded, strict=True):
+                counts[place] = len(ids)
         return counts
 
-    def _count_ids(self, texts: list[str], adds_special: bool) -> list[int]:
+    def token_ids(self, text: str) -> list[int]:
+        """Return the ids of a text that `render` or `write_media` gave: as many as `count` says."""
+        begin = self._tokenizer.bos_token
+        (ids,) = self._encode([text], not begin or not text.startswith(begin))
+        return list(getattr(ids, "ids", ids))
+
+    def _encode(self, texts: list[str], adds_special: bool) -> Sequence[Any]:
+        """Return for each text its ids, or what has them as `ids` and is as long."""
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if hasattr(backend, "encode_batch_fast") and backend.truncation is None and backend.padding is None:
             # A third of the time goes into offsets and lists that nobody asks for here.
-            return [len(ids) for ids in backend.encode_batch_fast(texts, add_special_tokens=adds_special)]
-        return [len(ids) for ids in self._tokenizer(texts, add_special_tokens=adds_special)["input_ids"]]
+            return list(backend.encode_batch_fast(texts, add_special_tokens=adds_special))
+        return list(self._tokenizer(texts, add_special_tokens=adds_special)["input_ids"])
 
     def render(self, conversation: Conversation, sizes: MediaSizes = _NO_MEDIA) -> str:
         """Return the text that is tokenised: as the processor writes it, with one embedding token for each medium."""
         text = self.processor.apply_chat_template([_strip_media(conversation)], tokenize=False, **self._template)
-        text = text if isinstance(text, str) else text[0]
+        return self.write_media(text if isinstance(text, str) else text[0], sizes)
+
+    def write_media(self, text: str, sizes: MediaSizes) -> str:
+        """Return a rendered chat with what the processor writes for media, one embedding token for each of them."""
         queues: dict[str, Sequence[Any]] = {"image": sizes.images, "video": sizes.videos, "audio": sizes.audios}
         found = dict.fromkeys(queues, 0)
         scene = Scene(self.geometry, sizes)
