@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from vlm_stream.conversation import iter_media
-from vlm_stream.errors import ConfigError
+from vlm_stream.errors import ConfigError, blame_sample
 from vlm_stream.shards.manifest import TokenCounting
 from vlm_stream.tokens import Geometry, TextCounter, check_media_sizes, guess_text_tokens
 
@@ -100,7 +100,11 @@ class ExactCounter:
     def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> int:  # noqa: ARG002
         """Return the exact count."""
         check_media_sizes(sizes, self._counter.geometry)
-        return self._counter.count(conversation, sizes)
+        try:
+            return self._counter.count(conversation, sizes)
+        except Exception as error:  # templates and tokenizers raise anything on content they do not accept
+            fact = f"{type(self._counter.processor).__name__} cannot write the sample down"
+            raise blame_sample(error, "convert", "processor_error", fact) from error
 
 
 @cache

@@ -6,12 +6,17 @@ Enters: what the writer or the reader of a tar learned. Leaves: plain values in 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from vlm_stream.errors import BadSampleError
 
 if TYPE_CHECKING:
     from vlm_stream.tokens import MediaSizes
 
-__all__ = ["MemberPlace", "SampleRow"]
+__all__ = ["MemberPlace", "SampleRow", "check_fits_index"]
+
+_LARGEST: Final = 2**31 - 1
+"""Counts and sizes have 32 bits in an index; places in a shard have 64."""
 
 
 class MemberPlace(NamedTuple):
@@ -48,3 +53,19 @@ class SampleRow:
             [(audio.samples, audio.rate) for audio in sizes.audios],
             self.members,
         )
+
+
+def check_fits_index(text_tokens: int, sizes: MediaSizes) -> None:
+    """Raise `BadSampleError` for a sample with a number that an index cannot hold: it would end the whole shard."""
+    numbers = {"text tokens": [text_tokens]}
+    numbers["pixels a side"] = [n for medium in (*sizes.images, *sizes.videos) for n in (medium.height, medium.width)]
+    numbers["frames"] = [n for video in sizes.videos for n in (video.frames, len(video.picked))]
+    numbers["Hz"] = [audio.rate for audio in sizes.audios]
+    for what, values in numbers.items():
+        if values and not 0 <= min(values) <= max(values) <= _LARGEST:
+            wrong = next(value for value in values if not 0 <= value <= _LARGEST)
+            raise BadSampleError(
+                "convert",
+                "number_too_large",
+                f"the sample claims {wrong} {what}, which no index holds (0 to 2^31 - 1).",
+            )
