@@ -57,15 +57,16 @@ class SampleRow:
 
 def check_fits_index(text_tokens: int, sizes: MediaSizes) -> None:
     """Raise `BadSampleError` for a sample with a number that an index cannot hold: it would end the whole shard."""
-    numbers = {"text tokens": [text_tokens]}
-    numbers["pixels a side"] = [n for medium in (*sizes.images, *sizes.videos) for n in (medium.height, medium.width)]
-    numbers["frames"] = [n for video in sizes.videos for n in (video.frames, len(video.picked))]
-    numbers["Hz"] = [audio.rate for audio in sizes.audios]
+    sides = [side for image in sizes.images for side in (image.height, image.width)]
+    sides += [side for video in sizes.videos for side in (video.height, video.width)]
+    numbers = {
+        "text tokens": [text_tokens],
+        "pixels a side": sides,
+        "frames": [number for video in sizes.videos for number in (video.frames, len(video.picked))],
+        "Hz": [audio.rate for audio in sizes.audios],
+    }
     for what, values in numbers.items():
-        if values and not 0 <= min(values) <= max(values) <= _LARGEST:
-            wrong = next(value for value in values if not 0 <= value <= _LARGEST)
-            raise BadSampleError(
-                "convert",
-                "number_too_large",
-                f"the sample claims {wrong} {what}, which no index holds (0 to 2^31 - 1).",
-            )
+        wrong = next((value for value in values if not 0 <= value <= _LARGEST), None)
+        if wrong is not None:
+            detail = f"the sample claims {wrong} {what}, which no index holds: it goes from 0 to {_LARGEST}."
+            raise BadSampleError("convert", "number_too_large", detail)

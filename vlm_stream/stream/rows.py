@@ -91,10 +91,8 @@ class RowBuilder:
     def _join(self, rows: Sequence[Sequence[dict[str, Any]]], places: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Collate the samples at these places of the rows; a row without any gets the filler."""
         # A copy: what leaves may be changed by whoever gets it.
-        chosen = [
-            [rows[number][at] for at in row] or [copy.deepcopy(self._filler)] for number, row in enumerate(places)
-        ]
-        return self._collator(chosen)
+        chosen = ([rows[number][at] for at in row] for number, row in enumerate(places))
+        return self._collator([row or [copy.deepcopy(self._filler)] for row in chosen])
 
     def _find_culprits(
         self, rows: Sequence[Sequence[dict[str, Any]]], places: Sequence[Sequence[int]]
