@@ -18,6 +18,7 @@ VlmStreamError
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
@@ -45,6 +46,8 @@ __all__ = [
     "shorten",
 ]
 
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+"""Of an object in memory: the same sample is to give the same line in every ledger."""
 _DETAIL_CHARACTERS: Final = 1000
 """What is said of one bad sample: ledgers are read by people and kept whole."""
 
@@ -165,7 +168,8 @@ def say_error(error: BaseException, limit: int = 300) -> str:
         lines = str(error).strip().splitlines()
     except Exception:  # to write down a deeply nested key can fail as well
         lines = []
-    return f"{type(error).__name__}: {shorten(lines[0], limit)}" if lines else type(error).__name__
+    first = _ADDRESS.sub("", lines[0]) if lines else ""
+    return f"{type(error).__name__}: {shorten(first, limit)}" if first else type(error).__name__
 
 
 def shorten(text: str, limit: int = _DETAIL_CHARACTERS) -> str:
