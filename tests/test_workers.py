@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from vlm_stream.errors import ConfigError, WorkerError
+from vlm_stream.watch import begin_sample, end_sample, reason_to_skip
 from vlm_stream.workers import WorkerOptions, WorkerPool
 
 COUNT = 40
@@ -81,6 +82,84 @@ def test_workers_start_in_every_way(start_method):
     seen, pool = run(Numbers(), num_workers=2, start_method=start_method)
     assert seen == list(range(COUNT))
     assert pool.num_restarts == 0
+
+
+class Samples:
+    """A job that notes the numbers it works on, acts on some of them, and leaves out what it is told to."""
+
+    def __init__(self, acts, begin_s=0.0):
+        self.acts, self.begin_s = acts, begin_s
+
+    def __call__(self, cursor, first, stride):
+        for number in range(cursor + first, COUNT, stride):
+            if said := reason_to_skip((0, 1, number)):
+                yield number, said
+                continue
+            if number in self.acts:
+                time.sleep(self.begin_s)
+            begin_sample((0, 1, number))
+            self.acts.get(number, int)()
+            end_sample()
+            yield number, ""
+
+
+def run_samples(job, **options):
+    pool = WorkerPool(job, 0, WorkerOptions(**{"num_workers": 2, "max_restarts": 2, **options}))
+    seen, said = [], {}
+    for number, why in pool.items(lambda: seen[-1] + 1 if seen else 0):
+        seen.append(number)
+        if why:
+            said[number] = why
+    assert seen == list(range(COUNT))
+    return said, pool
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
+def test_a_sample_that_ends_workers_is_left_out(start_method):
+    said, pool = run_samples(Samples({7: os.abort}), start_method=start_method)
+    assert said.keys() == {7}
+    assert said[7].startswith(
+        "2 workers were lost while they worked on it (the last one died (SIGABRT)), so it is left out"
+    )
+    assert pool.num_restarts == 2
+
+
+def test_a_signal_that_may_come_from_outside_must_come_three_times():
+    said, pool = run_samples(Samples({7: kill_self, 30: kill_self}))
+    assert said.keys() == {7, 30}
+    assert "3 workers were lost" in said[7]
+    assert "SIGKILL" in said[7]
+    assert pool.num_restarts == 6  # of which none counts
+
+
+class Once(Samples):
+    """Acts on a number only as often as there are flags."""
+
+    def __init__(self, act, number, flags):
+        super().__init__({number: self.trip})
+        self.act, self.flags = act, flags
+
+    def trip(self):
+        for flag in self.flags:
+            try:
+                flag.touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            self.act()
+
+
+@pytest.mark.parametrize(("act", "times"), [(os.abort, 1), (kill_self, 2)])
+def test_a_sample_during_which_workers_died_by_chance_is_kept(tmp_path, act, times):
+    said, pool = run_samples(Once(act, 7, [tmp_path / str(number) for number in range(times)]))
+    assert said == {}
+    assert pool.num_restarts == times
+
+
+def test_a_sample_is_not_blamed_for_the_time_that_others_took():
+    with pytest.raises(
+        WorkerError, match=r"has finished nothing for .* while it worked on row 7 of shard 1 of source 0"
+    ):
+        run_samples(Samples({7: hang}, begin_s=2.0), hang_s=3.0)
 
 
 def give_functions(cursor, first, stride):

@@ -5,23 +5,39 @@
 
 Between rooms a conversation is plain JSON data. A media item is `{"type": medium, medium: where, **extras}`: `where` is
 a path or URL in a source, a member name in a shard, and a decoded object once the medium is loaded; a video may also be
-a list of frames. Extras such as `frame_indices` and `fps` travel along. This file knows the form and nothing else.
+a list of frames. Extras such as `frame_indices` and `fps` travel along. This file knows the form and nothing else: it
+refuses what does not have it, so that whoever reads a conversation need not ask.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from vlm_stream.errors import BadSampleError, say_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MEDIA_TYPES", "Conversation", "Item", "Message", "iter_media"]
+__all__ = [
+    "MEDIA_TYPES",
+    "Conversation",
+    "Item",
+    "Message",
+    "check_conversation",
+    "frame_rate",
+    "iter_media",
+    "named_frames",
+]
 
 Item: TypeAlias = dict[str, Any]
 Message: TypeAlias = dict[str, Any]
 Conversation: TypeAlias = list[Message]
 
 MEDIA_TYPES: Final = ("image", "video", "audio")
+_MAX_FRAME: Final = 2**31
+"""Frame numbers of containers and indexes have 32 bits."""
 
 
 def iter_media(conversation: Conversation) -> Iterator[Item]:
@@ -32,3 +48,93 @@ def iter_media(conversation: Conversation) -> Iterator[Item]:
             for item in content:
                 if item.get("type") in MEDIA_TYPES:
                     yield item
+
+
+def check_conversation(conversation: Any) -> None:
+    """Raise `BadSampleError` at the first place that is not of the form, with its turn."""
+    if not isinstance(conversation, list):
+        raise _bad("no_messages", f"the conversation is {_kind(conversation)}, not a list of turns.")
+    for number, message in enumerate(conversation, 1):
+        if not isinstance(message, dict):
+            raise _bad("turn_not_an_object", f"turn {number} is {_kind(message)}, not an object.")
+        if not isinstance(message.get("role", ""), str):
+            raise _bad("bad_role", f"turn {number} has {_kind(message['role'])} for a role, not text.")
+        content = message.get("content")
+        if isinstance(content, str):
+            _check_text(content, number)
+        elif isinstance(content, list):
+            _check_items(content, number)
+        else:
+            raise _bad("content_not_text", f"turn {number} has {_kind(content)} for content, not text or a list.")
+
+
+def _check_items(items: list[Any], number: int) -> None:
+    for item in items:
+        if not isinstance(item, dict):
+            raise _bad("item_not_an_object", f"turn {number} has {_kind(item)} among its content, not an object.")
+        if item.get("type") == "text":
+            text = item.get("text")
+            if not isinstance(text, str):
+                raise _bad("content_not_text", f"turn {number} has a text item that holds {_kind(text)}, not text.")
+            _check_text(text, number)
+
+
+def _check_text(text: str, number: int) -> None:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            detail = f"turn {number} has half of a surrogate pair, which no tokenizer takes ({say_error(error)})."
+            raise _bad("lone_surrogate", detail) from None
+
+
+def frame_rate(item: Item) -> float | None:
+    """Return the frames per second that a list of frames brings along; None where it does not say.
+
+    Raises:
+        BadSampleError: What stands there is no rate.
+    """
+    fps = item.get("fps")
+    if fps is None or (fps == 0 and not isinstance(fps, bool)):
+        return None
+    try:
+        rate = math.nan if isinstance(fps, (str, bool)) else float(fps)
+    except (TypeError, ValueError, OverflowError):
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        shown = repr(fps)[:40] if isinstance(fps, (str, int, float)) else _kind(fps)
+        raise _bad("bad_fps", f"the fps of a list of frames is {shown}, not a rate; write a positive number.")
+    return rate
+
+
+def named_frames(item: Item) -> list[int] | None:
+    """Return the frames that a video item names itself; None where it names none.
+
+    Raises:
+        BadSampleError: `frame_indices` are not frame numbers.
+    """
+    indices = item.get("frame_indices")
+    if indices is None:
+        return None
+    is_list = isinstance(indices, (list, tuple)) or hasattr(indices, "shape")
+    numbers = [_frame_number(index) for index in indices] if is_list else []
+    if not numbers or None in numbers:
+        shown = str(list(indices)[:8])[:80] if is_list else _kind(indices)
+        raise _bad("frame_index", f"frame_indices are {shown}, not frame numbers.")
+    return [number for number in numbers if number is not None]
+
+
+def _frame_number(index: Any) -> int | None:
+    if isinstance(index, bool) or not hasattr(index, "__index__"):
+        return None
+    number = operator.index(index)
+    return number if -_MAX_FRAME < number < _MAX_FRAME else None
+
+
+def _kind(value: object) -> str:
+    names = {type(None): "null", dict: "an object", list: "a list", str: "text", bool: "true or false"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
+def _bad(reason: str, detail: str) -> BadSampleError:
+    return BadSampleError("convert", reason, detail)

@@ -18,8 +18,9 @@ VlmStreamError
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,8 +40,16 @@ __all__ = [
     "StorageError",
     "VlmStreamError",
     "WorkerError",
+    "blame_sample",
     "nearest_name",
+    "say_error",
+    "shorten",
 ]
+
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+"""Of an object in memory: the same sample is to give the same line in every ledger."""
+_DETAIL_CHARACTERS: Final = 1000
+"""What is said of one bad sample: ledgers are read by people and kept whole."""
 
 
 class VlmStreamError(Exception):
@@ -109,13 +118,17 @@ class BadSampleError(VlmStreamError):
 
     def __init__(self, stage: str, reason: str, detail: str) -> None:
         """Keep the stage, the countable reason, and a sentence about this very sample."""
-        super().__init__(detail)
+        super().__init__(shorten(detail))
         self.stage = stage
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[BadSampleError], tuple[str, str, str]]:
         """Survive the trip from a worker process."""
         return type(self), (self.stage, self.reason, str(self))
+
+    def bare(self) -> BadSampleError:
+        """Return the same without traceback and cause, which would keep the sample's memory."""
+        return BadSampleError(self.stage, self.reason, str(self))
 
 
 class BadBudgetError(VlmStreamError):
@@ -124,6 +137,51 @@ class BadBudgetError(VlmStreamError):
 
 class WorkerError(VlmStreamError):
     """A worker process failed, and replacing it did not help."""
+
+
+def blame_sample(error: Exception, stage: str, reason: str, fact: str) -> BadSampleError:
+    """Return what a sample is charged with; raise the error again where no sample can be blamed for it.
+
+    Bytes of a sample can make a decoder, a template or our own code raise nearly anything, but not errors that say
+    something about the program: what this package raises on purpose, and a library that is missing.
+
+    Args:
+        error: What was raised while one sample was worked on.
+        stage: Where, for an error that does not say it itself.
+        reason: A short stable code, likewise.
+        fact: The beginning of a sentence, to which the error's type and its first line are added, likewise.
+    """
+    if isinstance(error, BadSampleError):
+        return error
+    if isinstance(error, (VlmStreamError, ImportError)):
+        raise error
+    return BadSampleError(stage, reason, f"{fact} ({say_error(error)}).")
+
+
+def say_error(error: BaseException, limit: int = 300) -> str:
+    """Return type and first line of an error, short enough for a sentence.
+
+    >>> say_error(KeyError("text"))
+    "KeyError: 'text'"
+    """
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # to write down a deeply nested key can fail as well
+        lines = []
+    first = _ADDRESS.sub("", lines[0]) if lines else ""
+    return f"{type(error).__name__}: {shorten(first, limit)}" if first else type(error).__name__
+
+
+def shorten(text: str, limit: int = _DETAIL_CHARACTERS) -> str:
+    """Return a text of at most `limit` characters: its beginning, and its end where the way out stands.
+
+    >>> shorten("abcdefghijkl", 10)
+    'abcde ... '
+    """
+    if len(text) <= limit:
+        return text
+    end = limit // 4 if limit > 40 else 0
+    return f"{text[: limit - end - 5]} ... {text[len(text) - end :]}"
 
 
 def nearest_name(name: str, allowed: Iterable[str]) -> str:

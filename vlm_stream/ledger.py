@@ -11,7 +11,7 @@ from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from vlm_stream.errors import BadBudgetError
+from vlm_stream.errors import BadBudgetError, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,6 +37,14 @@ class BadSample:
     """The shard's file name, once the sample lies in one."""
     offset: int = -1
     """Byte offset in the shard."""
+
+    def __post_init__(self) -> None:
+        """Keep the sentence short, and spell what UTF-8 cannot hold: names in tars, halves of surrogate pairs."""
+        object.__setattr__(self, "detail", shorten(self.detail))
+        for name in ("source", "sample", "detail", "shard"):
+            text = getattr(self, name)
+            if not text.isascii():
+                object.__setattr__(self, name, text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
     def to_json(self) -> str:
         """Return one line of the ledger's JSONL form; places that are not known are left out."""
@@ -85,11 +93,12 @@ class Ledger:
         if self.max_rate is None or self.num_bad < self.min_bad:
             return
         if self.num_bad > self.max_rate * max(self.num_seen, 1):
+            reasons = "\n  ".join(f"{count} x {reason}" for reason, count in self.by_reason().items())
             newest = "\n  ".join(map(str, self.newest))
             raise BadBudgetError(
                 f"{self.num_bad} of {self.num_seen} samples were bad, more than the budget of {self.max_rate:.2%}; "
-                f"the run stops so that it does not train on what is left. Mend the data or raise bad_budget. "
-                f"The newest:\n  {newest}"
+                f"the run stops so that it does not train on what is left. Mend the data (where all have one reason, "
+                f"look at the processor first) or raise bad_budget. The reasons:\n  {reasons}\nThe newest:\n  {newest}"
             )
 
     def extend(self, bads: Iterable[BadSample]) -> None:

@@ -5,6 +5,10 @@ from the workers in turn. A worker that dies or hangs is replaced by a new one t
 item handed out; since a plan is a pure function of its cursor, nothing is lost, repeated or reordered. What an item is,
 and how to find the cursor behind it, is the caller's concern.
 
+A sample that ends its worker would do so for ever. Workers note which sample they work on (see `watch.py`), deaths are
+counted for each, and the worker behind the second one leaves the sample out; behind the third, if it was killed by a
+signal that may have come from outside.
+
 Not `torch.utils.data.DataLoader`: there one dead worker ends all of them, by an error that can be raised in the middle
 of the trainer's own code.
 """
@@ -19,16 +23,20 @@ import queue
 import signal
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from vlm_stream.blocks import BlockReader, offer_blocks
 from vlm_stream.errors import VlmStreamError, WorkerError
+from vlm_stream.watch import SampleNote, watch_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from multiprocessing.context import BaseContext
+
+    from vlm_stream.watch import Noted, SampleRef
 
 __all__ = ["Job", "WorkerOptions", "WorkerPool"]
 
@@ -36,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 1.0
 _JOIN_S: Final = 5.0
+_OWN_DEATHS: Final = 2
+_FOREIGN_DEATHS: Final = 3
+_FOREIGN_SIGNALS: Final = frozenset((signal.SIGKILL, signal.SIGTERM))
+"""Sent by the system or by people, who do not mean the sample; but memory that a sample takes is a cause, too."""
 
 
 class Job(Protocol):
@@ -56,7 +68,8 @@ class WorkerOptions:
     hang_s: float | None = None
     """A worker that has finished nothing for so long while its item is waited for is replaced; None: never."""
     max_restarts: int = 10
-    """Replacements over the life of the pool, after which the run ends."""
+    """Replacements over the life of the pool, after which the run ends; those for samples that were then left out do
+    not count."""
     start_method: str | None = None
     """`fork`, `spawn` or `forkserver`; None: the platform's default."""
 
@@ -76,12 +89,21 @@ class _Failure:
 class _Worker:
     """One process and the queue of its finished items."""
 
-    def __init__(self, context: BaseContext, job: Job, share: tuple[Any, int, int], prefetch: int) -> None:
+    def __init__(
+        self,
+        context: BaseContext,
+        job: Job,
+        share: tuple[Any, int, int],
+        prefetch: int,
+        skipped: Mapping[SampleRef, str],
+    ) -> None:
         self.items: Any = context.Queue(maxsize=prefetch)
+        self.note = SampleNote(context)
         self._done = context.Event()
         returned: Any = context.SimpleQueue()
         parent = None if context.get_start_method() == "forkserver" else os.getpid()
-        arguments = (job, share, self.items, self._done, returned, parent)
+        watched = (self.note, dict(skipped))
+        arguments = (job, share, self.items, self._done, returned, parent, watched)
         self.process: Any = context.Process(  # type: ignore[attr-defined]
             target=_run, args=arguments, daemon=True, name="vlm-stream-worker"
         )
@@ -113,6 +135,7 @@ class WorkerPool:
         self._options = options
         self._context: Any = torch.multiprocessing.get_context(options.start_method)
         self.num_restarts = 0
+        self._deaths = _Deaths()
         self._workers: list[_Worker | None] = []
         for number in range(options.num_workers):
             self._workers.append(self._start(cursor, number))
@@ -147,7 +170,7 @@ class WorkerPool:
 
     def _start(self, cursor: Any, first: int) -> _Worker:
         share = (cursor, first, self._options.num_workers)
-        return _Worker(self._context, self._job, share, self._options.prefetch)
+        return _Worker(self._context, self._job, share, self._options.prefetch, self._deaths.skipped)
 
     def _stop(self, slot: int) -> None:
         worker, self._workers[slot] = self._workers[slot], None
@@ -181,30 +204,79 @@ class WorkerPool:
         worker = self._workers[slot]
         assert worker is not None  # noqa: S101 - only a running worker can fail
         pid, alive = worker.process.pid, worker.process.is_alive()
+        noted = worker.note.read()  # before it is ended: what it works on after its time is not the cause
         self._stop(slot)
         what = fault if alive else f"died ({_cause(worker.process.exitcode)})"
+        if noted is not None:
+            what += " while it worked on row {2} of shard {1} of source {0}".format(*noted.ref)
         self.num_restarts += 1
-        if self.num_restarts > self._options.max_restarts:
+        left_out = noted is not None and self._blame(noted, None if alive else worker.process.exitcode)
+        num_counted = self.num_restarts - self._deaths.num_settled
+        if num_counted > self._options.max_restarts:
             raise WorkerError(
                 f"worker {slot} (pid {pid}) {what}, after {self._options.max_restarts} others had failed, so the run "
                 f"ends here; its state is good. Look for what kills workers (memory, a broken decoder: 'dmesg' and the "
                 f"ledger tell), lower num_workers or prefetch, or raise max_restarts."
             )
         logger.warning(
-            "worker %d (pid %d) %s; a new one goes on behind the last batch (restart %d of %d)",
+            "worker %d (pid %d) %s; a new one goes on behind the last batch%s (restart %d of %d)",
             slot,
             pid,
             what,
-            self.num_restarts,
+            ", without that sample" if left_out else "",
+            num_counted,
             self._options.max_restarts,
         )
         # It is this slot's turn, so the item behind the cursor is the new worker's first.
         self._workers[slot] = self._start(cursor, 0)
 
+    def _blame(self, noted: Noted, exit_code: int | None) -> bool:
+        """Count a lost worker for the sample that it worked on; tell whether that is left out now.
+
+        A worker that took too long (it has no exit code) may have made many samples in its time: only one that took
+        most of it is to blame.
+        """
+        hang_s = self._options.hang_s
+        if exit_code is None and (hang_s is None or noted.seconds < hang_s / 2):
+            return False
+        return self._deaths.add(noted.ref, exit_code)
+
+
+class _Deaths:
+    """How many workers each sample has cost, and which samples are left out from now on."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[SampleRef] = Counter()
+        self.skipped: dict[SampleRef, str] = {}
+        """What the ledger says of each."""
+        self.num_settled = 0
+        """Deaths that cannot come again, since their samples are left out."""
+
+    def add(self, ref: SampleRef, exit_code: int | None) -> bool:
+        """Count one; tell whether the sample is left out now. Without an exit code the worker had hung."""
+        self._counts[ref] += 1
+        num_deaths = self._counts[ref]
+        may_be_foreign = exit_code is not None and -exit_code in _FOREIGN_SIGNALS
+        if ref in self.skipped:  # a worker that was started before it was
+            self.num_settled += 1
+            return True
+        if num_deaths < (_FOREIGN_DEATHS if may_be_foreign else _OWN_DEATHS):
+            return False
+        how = "hung" if exit_code is None else f"died ({_cause(exit_code)})"
+        self.skipped[ref] = (
+            f"{num_deaths} workers were lost while they worked on it (the last one {how}), so it is left out. Decode "
+            f"it by itself to see why, and leave it out of the data or write its media anew."
+        )
+        self.num_settled += num_deaths
+        return True
+
 
 def _cause(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
-        name = signal.Signals(-exit_code).name
+        try:
+            name = signal.Signals(-exit_code).name
+        except ValueError:  # of the real-time signals two have names
+            name = f"signal {-exit_code}"
         return f"{name}, often the out-of-memory killer" if name == "SIGKILL" else name
     return f"exit code {exit_code}"
 
@@ -219,7 +291,15 @@ def _raise(failure: _Failure) -> None:
     raise failure.error
 
 
-def _run(job: Job, share: tuple[Any, int, int], items: Any, done: Any, returned: Any, parent: int | None) -> None:
+def _run(
+    job: Job,
+    share: tuple[Any, int, int],
+    items: Any,
+    done: Any,
+    returned: Any,
+    parent: int | None,
+    watched: tuple[SampleNote, Mapping[SampleRef, str]],
+) -> None:
     """Be a worker: put items until there are no more, then wait, since tensors in the queue live in this process."""
     import torch
     import torch.multiprocessing
@@ -230,6 +310,7 @@ def _run(job: Job, share: tuple[Any, int, int], items: Any, done: Any, returned:
     # By name, not by descriptor: a descriptor must be asked of the worker, and a hung one never answers.
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     offer_blocks(returned)
+    watch_samples(*watched)
     try:
         for item in job(*share):
             if not _put(items, item, parent):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
-from vlm_stream.conversation import Conversation, Item, iter_media
+from vlm_stream.conversation import Conversation, Item, frame_rate, iter_media
 from vlm_stream.encode.load_media import LoadedMedia, ProcessorReads, check_supported
 from vlm_stream.encode.pick_frames import picker
 from vlm_stream.errors import BadSampleError, ConfigError
@@ -140,7 +140,7 @@ def _blank_image(size: ImageSize) -> Any:
 def _blank_video(item: Item, size: VideoSize, rule: FrameRule) -> DecodedVideo:
     fps, seconds = size.fps, size.seconds
     if isinstance(item["video"], (list, tuple)):  # still images: what decoding assumes where the item has no rate
-        fps = float(item.get("fps") or rule.fps or 0.0)
+        fps = frame_rate(item) or rule.fps or 0.0
         seconds = size.frames / fps if fps else 0.0
     info = VideoInfo(size.frames, size.height, size.width, fps, seconds)
     indices = tuple(int(index) for index in picker(rule, item)(info))

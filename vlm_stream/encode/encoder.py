@@ -25,7 +25,7 @@ from vlm_stream.encode.load_media import LoadedMedia, load_media, processor_read
 from vlm_stream.encode.marker_scan import build_labels_from_template
 from vlm_stream.encode.media_tokens import check_media_tokens
 from vlm_stream.encode.typed_markers import TypedMarkers, disguise, splice_plain
-from vlm_stream.errors import BadSampleError, VlmStreamError
+from vlm_stream.errors import BadSampleError, VlmStreamError, blame_sample
 from vlm_stream.tokens import FAKE_IMAGE_SIZE, ImageSize
 
 if TYPE_CHECKING:
@@ -106,12 +106,8 @@ class Encoder:
         except VlmStreamError:
             raise
         except Exception as error:  # processors and templates raise anything on content they do not accept
-            detail = (str(error).strip().splitlines() or [""])[0][:300]
-            raise BadSampleError(
-                "encode",
-                "processor_error",
-                f"{type(self.processor).__name__} refused the sample ({type(error).__name__}: {detail}).",
-            ) from error
+            fact = f"{type(self.processor).__name__} refused the sample"
+            raise blame_sample(error, "encode", "processor_error", fact) from error
 
     def _finish(
         self, processor: Any, conversation: Conversation, loaded: LoadedMedia, is_faked: bool

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.conversation import Conversation, Item, iter_media
+from vlm_stream.conversation import Conversation, Item, frame_rate, iter_media
 from vlm_stream.encode.fake_image import FAKE_IMAGE_NAME, make_fake_image
 from vlm_stream.encode.pick_frames import frame_rule, picker
-from vlm_stream.errors import BadSampleError
+from vlm_stream.errors import BadSampleError, blame_sample
 from vlm_stream.media import (
     DecodedVideo,
     VideoInfo,
@@ -104,9 +104,15 @@ def load_media(
                 loaded.videos.append(_load_video(item, members, config, reads.frame_rule))
             else:
                 loaded.audios.append(_load_audio(where, members, reads.audio_rate))
-        except BadSampleError as error:
-            raise BadSampleError("decode", error.reason, f"{_name_of(where)}: {error}") from error
+        except Exception as error:  # decoders raise nearly anything on damaged bytes
+            raise _named(error, item) from error
     return loaded
+
+
+def _named(error: Exception, item: Item) -> BadSampleError:
+    medium = item["type"]
+    blamed = blame_sample(error, "decode", f"bad_{medium}", f"the {medium} cannot be decoded")
+    return BadSampleError("decode", blamed.reason, f"{_name_of(item.get(medium))}: {blamed}")
 
 
 def check_supported(item: Item, reads: ProcessorReads) -> None:
@@ -133,7 +139,7 @@ def _load_video(item: Item, members: Mapping[str, Any], config: EncodeConfig, ru
     pick = picker(rule, item)
     if isinstance(where, (list, tuple)) and where and isinstance(where[0], (str, bytes, bytearray, memoryview)):
         frames = [_bytes_of(name, members) for name in where]
-        return decode_frame_list(frames, pick, item.get("fps") or rule.fps, config.image)
+        return decode_frame_list(frames, pick, frame_rate(item) or rule.fps, config.image)
     if isinstance(where, (list, tuple)) or hasattr(where, "shape"):
         return _ready_frames(item, rule)
     return decode_video(_bytes_of(where, members), pick, config.video_backend)
@@ -169,7 +175,7 @@ def _bytes_of(where: Any, members: Mapping[str, Any]) -> Any:
     """Return the bytes of a member; an item may also hold bytes, or the path of a file."""
     if isinstance(where, (bytes, bytearray, memoryview)):
         return where
-    if where in members:
+    if isinstance(where, str) and where in members:
         return members[where]
     if isinstance(where, str) and LMDB_SEPARATOR in where:
         return read_lmdb(where)

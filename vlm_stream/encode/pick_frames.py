@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vlm_stream.conversation import named_frames
 from vlm_stream.tokens.frames import FrameRule, frame_indices
 from vlm_stream.tokens.geometry import Geometry
 
@@ -27,7 +28,7 @@ def picker(rule: FrameRule, item: Item) -> Callable[[VideoInfo], Sequence[int]]:
     """Return the function that names the frames of this item; a list of frames is taken whole."""
 
     def pick(info: VideoInfo) -> Sequence[int]:
-        named = item.get("frame_indices")
+        named: Sequence[int] | None = named_frames(item)
         if named is None and isinstance(item["video"], (list, tuple)):
             named = range(info.frames)
         indices: list[int] = frame_indices(info.frames, info.fps, rule, named).tolist()

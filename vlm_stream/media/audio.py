@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from vlm_stream.errors import BadSampleError, MissingExtraError
+from vlm_stream.errors import BadSampleError, MissingExtraError, blame_sample
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,8 +40,8 @@ def probe_audio(data: AudioData) -> AudioInfo:
     soundfile = _soundfile()
     try:
         info = soundfile.info(_source(data))
-    except (soundfile.SoundFileError, OSError) as error:
-        raise BadSampleError("convert", "bad_audio", f"The bytes are not audio ({error}).") from error
+    except Exception as error:  # its own, the system's, and what numbers in a damaged header lead to
+        raise blame_sample(error, "convert", "bad_audio", "The bytes are not audio") from error
     if not info.frames:
         raise BadSampleError("convert", "bad_audio", "The audio file holds no samples.")
     return AudioInfo(samples=int(info.frames), rate=int(info.samplerate))
@@ -52,8 +52,8 @@ def decode_audio(data: AudioData, rate: int) -> npt.NDArray[np.float32]:
     soundfile = _soundfile()
     try:
         wave, own_rate = soundfile.read(_source(data), dtype="float32", always_2d=True)  # [samples, channels]
-    except (soundfile.SoundFileError, OSError) as error:
-        raise BadSampleError("decode", "bad_audio", f"The audio cannot be decoded ({error}).") from error
+    except Exception as error:  # its own, the system's, and what numbers in a damaged header lead to
+        raise blame_sample(error, "decode", "bad_audio", "The audio cannot be decoded") from error
     if not len(wave):
         raise BadSampleError("decode", "bad_audio", "The audio file holds no samples.")
     mono: npt.NDArray[np.float32] = wave[:, 0] if wave.shape[1] == 1 else wave.mean(axis=1, dtype="float32")

@@ -11,7 +11,7 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from vlm_stream.errors import BadSampleError
+from vlm_stream.errors import BadSampleError, blame_sample
 from vlm_stream.media.jpeg_header import read_jpeg_size
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def decode_image(data: ImageData, config: ImageConfig = DEFAULT_IMAGE_CONFIG) ->
             image = ImageOps.exif_transpose(image)
         return to_rgb(image)
     except Exception as error:  # Pillow's plugins raise nearly anything on damaged files
-        raise BadSampleError("decode", "bad_image", f"The image cannot be decoded ({_say(error)}).") from error
+        raise blame_sample(error, "decode", "bad_image", "The image cannot be decoded") from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -105,11 +105,11 @@ def _open(data: ImageData, max_pixels: int, stage: str) -> Image.Image:
     try:
         image = Image.open(source)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise BadSampleError(stage, "image_too_large", f"The image is too large to decode ({_say(error)}).") from error
+        raise blame_sample(error, stage, "image_too_large", "The image is too large to decode") from error
     except FileNotFoundError as error:
         raise BadSampleError(stage, "missing_file", f"There is no image file at {source}.") from error
     except Exception as error:
-        raise BadSampleError(stage, "bad_image", f"The bytes are not an image ({_say(error)}).") from error
+        raise blame_sample(error, stage, "bad_image", "The bytes are not an image") from error
     width, height = image.size
     if width * height > max_pixels:
         raise BadSampleError(
@@ -129,7 +129,3 @@ def _draft(image: Image.Image, target: Callable[[int, int], tuple[int, int]]) ->
         if small[0] >= wanted[0] and small[1] >= wanted[1] and target(*small) == wanted:
             image.draft("RGB", (small[1], small[0]))
             return
-
-
-def _say(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__

@@ -8,6 +8,7 @@ The sampling rule itself is not known here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -79,7 +80,7 @@ def decode_frame_list(
     """Treat a list of still images as a video of `fps` frames per second."""
     import numpy as np
 
-    if fps is None or not fps > 0:
+    if not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
         raise BadSampleError(
             "decode",
             "missing_fps",

@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from vlm_stream.errors import BadSampleError, ConfigError, MissingExtraError
+from vlm_stream.errors import ConfigError, MissingExtraError, VlmStreamError, blame_sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -79,13 +79,10 @@ def open_video(data: VideoData, backend: str, stage: str) -> Iterator[OpenVideo]
     try:
         video = _OPENERS[backend](data)
         yield video
-    except (BadSampleError, ConfigError):
+    except VlmStreamError:
         raise
     except Exception as error:  # three libraries, each with its own tree of errors
-        first_line = (str(error).strip().splitlines() or [""])[0][:200]
-        raise BadSampleError(
-            stage, "bad_video", f"The video cannot be decoded by {backend} ({type(error).__name__}: {first_line})."
-        ) from error
+        raise blame_sample(error, stage, "bad_video", f"The video cannot be decoded by {backend}") from error
     finally:
         if video is not None:
             video.close()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from vlm_stream.conversation import iter_media
-from vlm_stream.errors import BadSampleError, ConfigError, VlmStreamError
+from vlm_stream.errors import BadSampleError, ConfigError, blame_sample
 from vlm_stream.shards.manifest import TokenCounting
 from vlm_stream.shards.rows import SampleCounts
 from vlm_stream.tokens import Geometry, TextCounter, check_media_sizes, guess_text_tokens
@@ -116,14 +116,9 @@ class ExactCounter:
         check_media_sizes(sizes, self._counter.geometry)
         try:
             return self._count(conversation, sizes)
-        except VlmStreamError:
-            raise
-        except Exception as error:  # templates raise anything on content that they do not accept
-            raise BadSampleError(
-                "convert",
-                "processor_error",
-                f"{type(self._counter.processor).__name__} refused the sample ({type(error).__name__}: {error}).",
-            ) from error
+        except Exception as error:  # templates and tokenizers raise anything on content they do not accept
+            fact = f"{type(self._counter.processor).__name__} cannot write the sample down"
+            raise blame_sample(error, "convert", "processor_error", fact) from error
 
     def _count(self, conversation: Conversation, sizes: MediaSizes) -> SampleCounts:
         try:

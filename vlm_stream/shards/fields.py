@@ -18,8 +18,8 @@ import posixpath
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.conversation import MEDIA_TYPES, iter_media
-from vlm_stream.errors import BadSampleError, ConfigError, nearest_name
+from vlm_stream.conversation import MEDIA_TYPES, check_conversation, iter_media
+from vlm_stream.errors import BadSampleError, ConfigError, blame_sample, nearest_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -84,7 +84,10 @@ def guess_fields(names: Sequence[str], texts: Mapping[str, bytes]) -> FieldMap:
     Raises:
         ConfigError: It shows none; the sentence says what there is and how to name the layout.
     """
-    data = _parse_json(texts["json"]) if "json" in texts else None
+    try:
+        data = _parse_json(texts["json"]) if "json" in texts else None
+    except BadSampleError:
+        data = None
     if isinstance(data, dict):
         if isinstance(data.get("conversation"), list):
             return FieldMap()
@@ -118,7 +121,7 @@ def _guess_tags(messages: list[Any]) -> dict[str, str]:
     if "from" not in first:
         return {}
     tags = {"role_tag": "from", "content_tag": "value"}
-    roles = {message.get("from") for message in messages if isinstance(message, dict)}
+    roles = [message.get("from") for message in messages if isinstance(message, dict)]
     if "human" in roles:
         tags["user_tag"] = "human"
     if "gpt" in roles:
@@ -137,6 +140,13 @@ def to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str, 
     Raises:
         BadSampleError: The sample does not have what its layout promises.
     """
+    try:
+        return _to_conversation(fields, names, texts)
+    except Exception as error:  # JSON can hold anything in any place
+        raise blame_sample(error, "convert", "bad_form", "the sample cannot be made a conversation") from error
+
+
+def _to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str, bytes]) -> Conversation:
     if fields.layout == "caption":
         conversation = _from_caption(fields, names, texts)
     else:
@@ -146,6 +156,7 @@ def to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str, 
         if not isinstance(data, dict):
             raise BadSampleError("convert", "bad_json", "the sample's .json is not a JSON object.")
         conversation = _from_native(data) if fields.layout == "native" else _from_sharegpt(fields, data)
+    check_conversation(conversation)
     _place_media(conversation, names)
     return conversation
 
@@ -153,13 +164,15 @@ def to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str, 
 def _parse_json(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except ValueError:
-        return None
+    except RecursionError:
+        raise BadSampleError("convert", "bad_json", "the sample's .json is nested too deeply to be read.") from None
+    except ValueError as error:
+        raise blame_sample(error, "convert", "bad_json", "the sample's .json is not JSON") from None
 
 
 def _from_native(data: dict[str, Any]) -> Conversation:
     conversation = data.get("conversation")
-    if not isinstance(conversation, list) or not all(isinstance(m, dict) and "content" in m for m in conversation):
+    if not isinstance(conversation, list) or not conversation:
         raise BadSampleError("convert", "no_messages", "the sample's .json has no list of turns in 'conversation'.")
     return conversation
 
@@ -202,9 +215,7 @@ def _place_media(conversation: Conversation, names: Sequence[str]) -> None:
         medium = item["type"]
         where = item.get(medium)
         if isinstance(where, list):
-            missing = [name for name in where if name not in present]
-            if missing:
-                raise BadSampleError("convert", "missing_member", f"the frame {missing[0]!r} is not in the tar.")
+            _check_frames(medium, where, present)
             continue
         candidates = by_medium[medium]
         position = number[medium]
@@ -220,3 +231,13 @@ def _place_media(conversation: Conversation, names: Sequence[str]) -> None:
                 f"{medium} number {position + 1} ({where!r}) is not in the tar, which has {len(candidates)} of them.",
             )
         item[medium] = candidates[position]
+
+
+def _check_frames(medium: str, frames: list[Any], present: set[str]) -> None:
+    if medium != "video":
+        raise BadSampleError("convert", "media_not_a_name", f"one {medium} item names a list; give each its own item.")
+    if not frames or not all(isinstance(name, str) for name in frames):
+        raise BadSampleError("convert", "bad_frame_list", "a list of frames is empty or has an entry that is no name.")
+    missing = next((name for name in frames if name not in present), None)
+    if missing is not None:
+        raise BadSampleError("convert", "missing_member", f"the frame {missing[:200]!r} is not in the tar.")

@@ -7,7 +7,9 @@ left out of the index and named in the ledger.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import crc32c
 
 from vlm_stream.conversation import iter_media
-from vlm_stream.errors import BadSampleError, ConfigError, DatasetError
+from vlm_stream.errors import BadSampleError, ConfigError, DatasetError, blame_sample
 from vlm_stream.ledger import BadSample
 from vlm_stream.shards.counting import open_counter
 from vlm_stream.shards.engines import LocalEngine
@@ -25,7 +27,7 @@ from vlm_stream.shards.joint_index import with_joint_index
 from vlm_stream.shards.layout import LEDGER, MANIFEST, index_name, split_member_name
 from vlm_stream.shards.manifest import Manifest, load_manifest, save_manifest
 from vlm_stream.shards.object_reader import ObjectReader
-from vlm_stream.shards.rows import MemberPlace, SampleRow
+from vlm_stream.shards.rows import MemberPlace, SampleRow, check_fits_index
 from vlm_stream.shards.sample import measure_item
 from vlm_stream.shards.shard_list import ShardEntry, ShardList
 from vlm_stream.shards.shard_task import ShardPart, is_local
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 __all__ = ["IndexOptions", "index_tars"]
 
 
+_NUM_GUESSED: Final = 100
+"""Samples that are asked for the layout: the first may be a bad one."""
 _LEFT_OUT: Final = "What follows is left out, and the sample before it, which may have lost a member."
 
 
@@ -131,14 +135,22 @@ def index_tars(
 
 
 def _guess(store: Store, names: Sequence[str]) -> FieldMap:
-    """Return the layout that the first sample of the first tar with samples shows."""
+    """Return the layout that the first sample shows; where that shows none, one of those behind it."""
+    refused: ConfigError | None = None
+    for group in itertools.islice(_first_samples(store, names), _NUM_GUESSED):
+        texts = {extension: m.content for extension, m in group if is_text_member(extension)}
+        try:
+            return guess_fields([extension for extension, _ in group], texts)
+        except ConfigError as error:
+            refused = refused or error
+    raise refused or ConfigError(f"the tars at {store.root} hold no samples, so there is nothing to index.")
+
+
+def _first_samples(store: Store, names: Sequence[str]) -> Iterator[list[tuple[str, TarMember]]]:
     for name in names:
-        size = store.head(name).size
-        with ObjectReader(store, name, size) as reader:
+        with ObjectReader(store, name, store.head(name).size) as reader, contextlib.suppress(DatasetError):
             for _, group in _iter_samples(iter_members(reader.read)):
-                texts = {extension: m.content for extension, m in group if is_text_member(extension)}
-                return guess_fields([extension for extension, _ in group], texts)
-    raise ConfigError(f"the tars at {store.root} hold no samples, so there is nothing to index.")
+                yield group
 
 
 def _iter_samples(members: Iterable[TarMember]) -> Iterator[tuple[str, list[tuple[str, TarMember]]]]:
@@ -202,8 +214,8 @@ class _Scan:
                 raise BadSampleError("convert", "duplicate_key", f"the key '{key}' was in this tar before.")
             self.keys.add(key)
             self.rows.append(_to_row(key, group, self.fields, self.counter))
-        except BadSampleError as error:
-            self.note(key, begin, error)
+        except Exception as error:  # tars made elsewhere hold anything
+            self.note(key, begin, blame_sample(error, "convert", "bad_form", "the sample cannot be indexed"))
 
     def note(self, key: str, offset: int, error: BadSampleError) -> None:
         """Append a line of the ledger."""
@@ -222,6 +234,8 @@ class _Scan:
 
 def _to_row(key: str, group: list[tuple[str, TarMember]], fields: FieldMap, counter: SampleCounter) -> SampleRow:
     names = [extension for extension, _ in group]
+    if not _is_utf8(key, *names):
+        raise BadSampleError("convert", "bad_name", "names of its members are not UTF-8, so no index can hold them.")
     if len(set(names)) < len(names):
         raise BadSampleError("convert", "duplicate_member", f"the sample has two members of one name: {names}.")
     contents = {extension: member.content for extension, member in group}
@@ -232,10 +246,11 @@ def _to_row(key: str, group: list[tuple[str, TarMember]], fields: FieldMap, coun
     for _, member in group:
         for piece in (member.header, member.content, member.pad):
             crc = crc32c.crc32c(piece, crc)
+    counts = counter.count(conversation, sizes)
+    check_fits_index(counts.text_tokens, sizes)
     begin, end = group[0][1].begin, group[-1][1].end
     if sum(len(m.header) + len(m.content) + len(m.pad) for _, m in group) != end - begin:
         raise BadSampleError("convert", "split_sample", "other entries of the tar lie between the sample's members.")
-    counts = counter.count(conversation, sizes)
     return SampleRow(
         key=key,
         offset=begin,
@@ -246,6 +261,13 @@ def _to_row(key: str, group: list[tuple[str, TarMember]], fields: FieldMap, coun
         sizes=sizes,
         members=tuple(MemberPlace(name, member.offset, len(member.content)) for name, member in group),
     )
+
+
+def _is_utf8(*names: str) -> bool:
+    try:
+        return all(name.isascii() or name.encode() for name in names)
+    except UnicodeEncodeError:  # bytes of a tar that are not
+        return False
 
 
 def measure_media(conversation: Conversation, contents: dict[str, bytes]) -> MediaSizes:

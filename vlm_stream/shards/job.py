@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from vlm_stream.conversation import MEDIA_TYPES
-from vlm_stream.errors import BadSampleError, ConfigError, NotFoundError, StorageError
+from vlm_stream.errors import ConfigError, NotFoundError, StorageError, blame_sample
 from vlm_stream.shards.layout import (
     FIRST_JOINT_INDEX,
     JOB_FILE,
@@ -95,9 +95,9 @@ def _probe_digest(source: RecordSource) -> str:
 def _record_text(source: RecordSource, number: int) -> str:
     try:
         record = source.read(number)
-    except BadSampleError as error:
-        return error.reason
-    return repr((record.source, record.id, [_without_folders(message) for message in record.conversation]))
+        return repr((record.source, record.id, [_without_folders(message) for message in record.conversation]))
+    except Exception as error:  # a record can hold anything in any place
+        return blame_sample(error, "convert", "bad_record", "the record cannot be read").reason
 
 
 def _without_folders(message: Message) -> Message:

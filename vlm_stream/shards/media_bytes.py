@@ -155,7 +155,10 @@ def _check_confined(where: str, root: str | None) -> None:
         path = where.removeprefix("file://")
         path = path.partition(LMDB_SEPARATOR)[0] if not Path(path).exists() else path
         folder = os.path.realpath(root.removeprefix("file://"))
-        inside = os.path.commonpath((folder, os.path.realpath(path))) == folder
+        try:
+            inside = os.path.commonpath((folder, os.path.realpath(path))) == folder
+        except ValueError as error:  # a NUL
+            raise _bad("unreadable_file", f"{where[:200]!r} is no path ({error}).") from error
     if not inside:
         raise _bad("escapes_media_dir", f"{where} lies outside of {root}, and media are confined to it.")
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.conversation import iter_media
-from vlm_stream.errors import BadSampleError
+from vlm_stream.errors import BadSampleError, blame_sample
 from vlm_stream.ledger import BadSample
 from vlm_stream.shards.counting import open_counter
 from vlm_stream.shards.engines import LocalEngine
@@ -22,10 +22,11 @@ from vlm_stream.shards.index import decode_index, recounted_index
 from vlm_stream.shards.joint_index import with_joint_index
 from vlm_stream.shards.layout import index_name
 from vlm_stream.shards.manifest import load_manifest, save_manifest
-from vlm_stream.shards.rows import SampleCounts
+from vlm_stream.shards.rows import SampleCounts, check_fits_index
 from vlm_stream.shards.sample import picked_frames
 from vlm_stream.shards.shard_list import ShardList
 from vlm_stream.storage import open_store
+from vlm_stream.tokens import MediaSizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from vlm_stream.shards.index import ShardIndex
     from vlm_stream.shards.shard_list import ShardEntry
     from vlm_stream.storage import Store, StoreOptions
-    from vlm_stream.tokens import MediaSizes
 
 __all__ = ["RecountReport", "recount"]
 
@@ -90,8 +90,11 @@ class _Recounter:
             try:
                 conversation = to_conversation(self.fields, names, texts)
                 counts[row] = counter.count(conversation, _sizes(index, row, conversation))
-            except BadSampleError as error:
-                refused.append(_refused(shard.name, index.key(row), int(index.offset[row]), error))
+                check_fits_index(counts[row].text_tokens, MediaSizes())
+            except Exception as error:  # tars made elsewhere hold anything
+                counts[row] = SampleCounts(before[row].text_tokens, none)
+                bad = blame_sample(error, "convert", "bad_form", "the sample cannot be counted")
+                refused.append(_refused(shard.name, index.key(row), int(index.offset[row]), bad))
         rewritten = recounted_index(data, counts)
         dataset.put(index_name(shard.name), rewritten)
         totals = decode_index(rewritten).totals(shard.totals.bytes)

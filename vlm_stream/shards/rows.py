@@ -6,12 +6,17 @@ Enters: what the writer or the reader of a tar learned. Leaves: plain values in 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from vlm_stream.errors import BadSampleError
 
 if TYPE_CHECKING:
     from vlm_stream.tokens import MediaSizes
 
-__all__ = ["MemberPlace", "SampleCounts", "SampleRow"]
+__all__ = ["MemberPlace", "SampleCounts", "SampleRow", "check_fits_index"]
+
+_LARGEST: Final = 2**31 - 1
+"""Counts and sizes have 32 bits in an index; places in a shard have 64."""
 
 
 class SampleCounts(NamedTuple):
@@ -59,3 +64,20 @@ class SampleRow:
             [(audio.samples, audio.rate) for audio in sizes.audios],
             self.members,
         )
+
+
+def check_fits_index(text_tokens: int, sizes: MediaSizes) -> None:
+    """Raise `BadSampleError` for a sample with a number that an index cannot hold: it would end the whole shard."""
+    sides = [side for image in sizes.images for side in (image.height, image.width)]
+    sides += [side for video in sizes.videos for side in (video.height, video.width)]
+    numbers = {
+        "text tokens": [text_tokens],
+        "pixels a side": sides,
+        "frames": [number for video in sizes.videos for number in (video.frames, len(video.picked))],
+        "Hz": [audio.rate for audio in sizes.audios],
+    }
+    for what, values in numbers.items():
+        wrong = next((value for value in values if not 0 <= value <= _LARGEST), None)
+        if wrong is not None:
+            detail = f"the sample claims {wrong} {what}, which no index holds: it goes from 0 to {_LARGEST}."
+            raise BadSampleError("convert", "number_too_large", detail)

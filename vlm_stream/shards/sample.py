@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vlm_stream.conversation import MEDIA_TYPES, iter_media
-from vlm_stream.errors import BadSampleError
+from vlm_stream.conversation import MEDIA_TYPES, check_conversation, frame_rate, iter_media, named_frames
+from vlm_stream.errors import BadSampleError, blame_sample
 from vlm_stream.media import probe_audio, probe_image, probe_video
 from vlm_stream.shards.fields import MEDIA_EXTENSIONS
 from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize
@@ -62,6 +62,7 @@ def build_sample(record: Record, reader: MediaReader) -> Sample:
     Raises:
         BadSampleError: A medium cannot be had or its header cannot be read, or the conversation is not JSON.
     """
+    check_conversation(record.conversation)
     media = _Members(record, reader)
     conversation = [_copy_message(message) for message in record.conversation]
     sizes: dict[str, list[Any]] = {medium: [] for medium in MEDIA_TYPES}
@@ -69,6 +70,8 @@ def build_sample(record: Record, reader: MediaReader) -> Sample:
         medium = item["type"]
         where = item.get(medium)
         frames = where if isinstance(where, (list, tuple)) else [where]
+        if frames is where and (medium != "video" or not frames):
+            raise BadSampleError("convert", "media_not_a_path", f"one {medium} item names {len(where)} media.")
         named = [media.add(medium, frame) for frame in frames]
         item[medium] = [name for name, _ in named] if frames is where else named[0][0]
         try:
@@ -130,12 +133,10 @@ def picked_frames(item: Item, num_frames: int) -> tuple[int, ...]:
     Raises:
         BadSampleError: `frame_indices` are not frame numbers.
     """
-    indices = item.get("frame_indices")
-    if indices is None:
+    named = named_frames(item)
+    if named is None:
         return tuple(range(num_frames)) if isinstance(item["video"], list) else ()
-    if not isinstance(indices, list) or not indices or not all(type(index) is int for index in indices):
-        raise BadSampleError("convert", "frame_index", f"frame_indices are {str(indices)[:80]}, not frame numbers.")
-    return tuple(indices)
+    return tuple(named)
 
 
 def _measure_frames(contents: Sequence[bytes], item: Item) -> VideoSize:
@@ -144,8 +145,7 @@ def _measure_frames(contents: Sequence[bytes], item: Item) -> VideoSize:
     sizes = {probe_image(content) for content in contents}
     if len(sizes) > 1:
         raise BadSampleError("convert", "bad_video", f"the frames of a video differ in size: {sorted(sizes)}.")
-    fps = item.get("fps")
-    rate = float(fps) if isinstance(fps, (int, float)) and fps > 0 else 0.0
+    rate = frame_rate(item) or 0.0
     (height, width), count = sizes.pop(), len(contents)
     seconds = count / rate if rate else 0.0
     picked = picked_frames(item, count)
@@ -191,10 +191,8 @@ def _copy_message(message: dict[str, Any], *, drop_media: bool = False) -> dict[
 def _to_json(data: dict[str, Any]) -> bytes:
     try:
         return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as error:  # not JSON data, NaN, half of a surrogate pair
-        raise BadSampleError(
-            "convert", "not_json", f"the conversation cannot be written as JSON ({type(error).__name__}: {error})."
-        ) from error
+    except (TypeError, ValueError, RecursionError) as error:  # not JSON data, NaN, half of a surrogate pair, too deep
+        raise blame_sample(error, "convert", "not_json", "the conversation cannot be written as JSON") from error
 
 
 def _in_tar(size: int) -> int:

@@ -19,12 +19,13 @@ from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from vlm_stream.errors import BadSampleError, StorageError
+from vlm_stream.errors import StorageError, blame_sample
 from vlm_stream.ledger import BadSample
 from vlm_stream.shards.counting import SampleCounter, open_counter
 from vlm_stream.shards.index import decode_index, encode_index
 from vlm_stream.shards.layout import JOB_FOLDER, index_name, part_name, sample_key, shard_name
 from vlm_stream.shards.media_bytes import MediaReader
+from vlm_stream.shards.rows import check_fits_index
 from vlm_stream.shards.sample import build_sample
 from vlm_stream.shards.shard_list import ShardEntry, Totals
 from vlm_stream.shards.writer import ShardWriter, write_all
@@ -134,21 +135,27 @@ def _add_record(
     """Append one record to the shard, or note why not."""
     try:
         record = source.read(number)
-    except BadSampleError as error:
+    except Exception as error:  # a record can hold anything in any place
         name, origin = _locate(source, number)
-        bad.append(BadSample(source=name, sample=origin, stage=error.stage, reason=error.reason, detail=str(error)))
+        bad.append(_bad_sample(name, origin, error))
         return
     name, own_id = record.source, record.id
     try:
         sample = build_sample(record, reader)
         counts = counter.count(sample.conversation, sample.sizes, record.extras.get("_text_tokens"))
-    except BadSampleError as error:
-        bad.append(BadSample(source=name, sample=own_id, stage=error.stage, reason=error.reason, detail=str(error)))
+        check_fits_index(counts.text_tokens, sample.sizes)
+    except Exception as error:
+        bad.append(_bad_sample(name, own_id, error))
         return
     for note in record.extras.get("_mismatches", ()):
         reason, _, detail = str(note).partition(": ")
         bad.append(BadSample(source=name, sample=own_id, stage="kept", reason=reason, detail=detail))
     writer.add(sample_key(number), sample, counts)
+
+
+def _bad_sample(source: str, sample: str, error: Exception) -> BadSample:
+    blamed = blame_sample(error, "convert", "bad_record", "the record cannot be made a sample")
+    return BadSample(source=source, sample=sample, stage=blamed.stage, reason=blamed.reason, detail=str(blamed))
 
 
 def _locate(source: Any, number: int) -> tuple[str, str]:

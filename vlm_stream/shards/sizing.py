@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from vlm_stream.errors import BadSampleError
+from vlm_stream.errors import blame_sample
 from vlm_stream.shards.media_bytes import MediaReader
 from vlm_stream.shards.sample import sample_bytes_bound
 
@@ -41,7 +41,8 @@ class _Sizer:
     def _measure(self, number: int, reader: MediaReader) -> int:
         try:
             return sample_bytes_bound(self.source.read(number), reader)
-        except BadSampleError:
+        except Exception as error:
+            blame_sample(error, "convert", "bad_record", "the record cannot be measured")
             return 0  # it will not be in any shard
 
 

@@ -24,6 +24,7 @@ _MAX_USTAR_SIZE: Final = 8**11  # eleven octal digits
 _MAX_USTAR_NAME: Final = 100
 _REGULAR: Final = frozenset((b"0", b"\0", b"7"))
 _WITHOUT_CONTENT: Final = frozenset((b"1", b"2", b"3", b"4", b"5", b"6"))  # links, devices, folders, pipes
+_MAX_SIZE_DIGITS: Final = 19  # of 64 bits
 _MAX_EXTENSION_BYTES: Final = 1 << 20  # a longer PAX or long-name record is damage, not a name
 
 
@@ -119,7 +120,7 @@ def iter_members(read: Callable[[int], bytes], *, begin: int = 0) -> Iterator[Ta
                 (pax if kind == b"x" else shared).update(_parse_pax(body, position))
             continue
         fields = shared | pax
-        size = int(fields.get("size", size))
+        size = _pax_size(fields["size"], first) if "size" in fields else size
         if kind in _REGULAR:
             if any(field.startswith("GNU.sparse") for field in fields):
                 raise DatasetError(f"the file at byte {first} is stored sparse: write the tar without --sparse.")
@@ -158,7 +159,10 @@ def _check_header(block: bytes, position: int) -> tuple[int, bytes]:
 def _parse_size(field: bytes) -> int:
     if field[0] & 0x80:  # base 256
         return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
-    return int(field.strip(b" \0") or b"0", 8)
+    size = int(field.strip(b" \0") or b"0", 8)
+    if size < 0:
+        raise ValueError("a file cannot have fewer than no bytes")
+    return size
 
 
 def _parse_pax(body: bytes, position: int) -> dict[str, str]:
@@ -171,6 +175,12 @@ def _parse_pax(body: bytes, position: int) -> dict[str, str]:
         fields[key.decode("utf-8", "surrogateescape")] = value.decode("utf-8", "surrogateescape")
         body = body[int(length) :]
     return fields
+
+
+def _pax_size(text: str, position: int) -> int:
+    if not text.isdecimal() or len(text) > _MAX_SIZE_DIGITS:
+        raise DatasetError(f"the PAX header at byte {position} has the size {text[:40]!r}: it is damaged.")
+    return int(text)
 
 
 def _name_of(block: bytes) -> str:

@@ -56,5 +56,8 @@ def apply_policy(
 
 def show(value: object) -> str:
     """Return a short form of a value for a sentence."""
-    text = "null" if value is None else repr(value)
+    try:
+        text = "null" if value is None else repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} nested too deeply to be shown"
     return text if len(text) <= 60 else f"{text[:57]}..."

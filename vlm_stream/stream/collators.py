@@ -33,6 +33,8 @@ class Collator(Protocol):
 
     capacity: int | None
     """Tokens that one row may hold; None: any number."""
+    is_ours: bool
+    """What it raises can be the fault of a sample; not so for a function of the user's."""
 
     def __call__(self, rows: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
         """Return the batch; every row has at least one sample."""
@@ -41,6 +43,8 @@ class Collator(Protocol):
 
 class PackedCollator:
     """Several samples a row, as documents that do not see each other."""
+
+    is_ours = True
 
     def __init__(self, processor: Any, options: StreamOptions) -> None:
         """Read the padding token and the family's position rule from the processor."""
@@ -74,6 +78,7 @@ class PaddedCollator:
     """One sample a row, padded on the right to the longest."""
 
     capacity: int | None = None
+    is_ours = True
 
     def __init__(self, processor: Any, options: StreamOptions) -> None:
         """Read the padding token from the processor; and the position rule, where the model cannot follow its own.
@@ -111,6 +116,7 @@ class CustomCollator:
     def __init__(self, function: CollateFn, processor: Any, capacity: int | None) -> None:
         """Keep the function; a capacity means that rows are packs."""
         self.capacity = capacity
+        self.is_ours = function is pad_collate_fn
         self._function = function
         self._processor = processor
 
@@ -145,6 +151,7 @@ class _Finished:
 
     def __init__(self, collator: Collator, options: StreamOptions) -> None:
         self.capacity = collator.capacity
+        self.is_ours = collator.is_ours
         self._collator = collator
         self._options = options
 

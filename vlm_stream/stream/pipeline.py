@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from torch import Tensor
 
 from vlm_stream.encode import IGNORE
-from vlm_stream.errors import BadSampleError
+from vlm_stream.errors import BadSampleError, blame_sample
 from vlm_stream.ledger import BadSample
 from vlm_stream.stream.label_counts import add_item_count
 from vlm_stream.stream.position import Position
 from vlm_stream.stream.raw import RawRows
+from vlm_stream.watch import begin_sample, end_sample, reason_to_skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -164,15 +165,12 @@ def _finish(
     for row in rows:
         samples, refs = [], []
         for ref, (members, own) in zip(row, given, strict=False):
-            if isinstance(members, BadSampleError):  # not raised: its traceback would keep the batch
-                bad.append(_ledger_entry(ref, members, datasets))
+            sample = _make_sample(encode, ref, members, own)
+            if isinstance(sample, BadSampleError):
+                bad.append(_ledger_entry(ref, sample, datasets))
                 continue
-            try:
-                samples.append(encode(members, *own))
-            except BadSampleError as error:
-                bad.append(_ledger_entry(ref, error, datasets))
-            else:
-                refs.append(ref)
+            samples.append(sample)
+            refs.append(ref)
         encoded_rows.append(samples)
         encoded_refs.append(refs)
     encoded = time.perf_counter()
@@ -204,6 +202,21 @@ def _finish(
         reads=fetched[1],
         pid=os.getpid(),
     )
+
+
+def _make_sample(encode: Callable[..., Any], ref: Ref, members: Any, details: Details) -> Any:
+    """Return the encoded sample, or why there is none: whatever its bytes lead to costs this sample and no other."""
+    if isinstance(members, BadSampleError):  # not raised: its traceback would keep the batch
+        return members
+    if skipped := reason_to_skip(ref):
+        return BadSampleError("decode", "killed_worker", skipped)
+    begin_sample(ref)
+    try:
+        return encode(members, *details)
+    except Exception as error:
+        return blame_sample(error, "encode", "unexpected_error", "the sample cannot be encoded").bare()
+    finally:
+        end_sample()
 
 
 def _not_planned(note: Dropped) -> BadSampleError:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vlm_stream.encode import IGNORE
-from vlm_stream.errors import BadSampleError
+from vlm_stream.errors import BadSampleError, ConfigError, blame_sample
 from vlm_stream.shards import is_text_member, to_conversation
 from vlm_stream.tokens import MediaSizes
 
@@ -28,6 +28,7 @@ _FILLER = [
     {"role": "user", "content": [{"type": "text", "text": "-"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "-"}]},
 ]
+_NOT_COLLATED = ("encode", "not_collated", "its tensors cannot be put into a batch")
 
 
 class RowBuilder:
@@ -57,27 +58,70 @@ class RowBuilder:
     def collate(
         self, rows: Sequence[Sequence[dict[str, Any]]]
     ) -> tuple[dict[str, Any], list[tuple[int, int, BadSampleError]]]:
-        """Join rows into a batch; also name (row, position) of each sample that did not fit its row after all."""
-        fitting: list[list[dict[str, Any]]] = []
-        overflowed: list[tuple[int, int, BadSampleError]] = []
+        """Join rows into a batch; also name (row, position) of each sample that did not fit its row after all.
+
+        Where our own collation fails, those that fail alone as well are named and left out, too.
+        """
+        places: list[list[int]] = []
+        bad: list[tuple[int, int, BadSampleError]] = []
         for number, samples in enumerate(rows):
-            row: list[dict[str, Any]] = []
+            row: list[int] = []
             num_tokens = 0
             for position, sample in enumerate(samples):
                 length = len(sample["input_ids"])
                 if self._collator.capacity is not None and num_tokens + length > self._collator.capacity:
-                    overflowed.append((number, position, self._overflow(num_tokens, length)))
+                    bad.append((number, position, self._overflow(num_tokens, length)))
                     continue
-                row.append(sample)
+                row.append(position)
                 num_tokens += length
-            # A copy: what leaves may be changed by whoever gets it.
-            fitting.append(row or [copy.deepcopy(self._filler)])
-        return self._collator(fitting), overflowed
+            places.append(row)
+        try:
+            return self._join(rows, places), bad
+        except Exception as error:
+            if not self._collator.is_ours:
+                raise
+            blame_sample(error, *_NOT_COLLATED)  # raises again what no sample can be blamed for
+            culprits = self._find_culprits(rows, places)
+            if not culprits:
+                raise
+        left_out = {(number, position) for number, position, _ in culprits}
+        places = [[at for at in row if (number, at) not in left_out] for number, row in enumerate(places)]
+        return self._join(rows, places), bad + culprits
+
+    def _join(self, rows: Sequence[Sequence[dict[str, Any]]], places: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Collate the samples at these places of the rows; a row without any gets the filler."""
+        # A copy: what leaves may be changed by whoever gets it.
+        chosen = ([rows[number][at] for at in row] for number, row in enumerate(places))
+        return self._collator([row or [copy.deepcopy(self._filler)] for row in chosen])
+
+    def _find_culprits(
+        self, rows: Sequence[Sequence[dict[str, Any]]], places: Sequence[Sequence[int]]
+    ) -> list[tuple[int, int, BadSampleError]]:
+        """Return the samples that cannot be collated even alone, among fillers; none where fillers cannot either."""
+        none: list[list[int]] = [[] for _ in rows]
+        try:
+            self._join(rows, none)
+        except Exception:
+            return []
+        found = []
+        for number, row in enumerate(places):
+            for position in row:
+                try:
+                    self._join(rows, [*none[:number], [position], *none[number + 1 :]])
+                except Exception as error:
+                    found.append((number, position, blame_sample(error, *_NOT_COLLATED).bare()))
+        return found
 
     @cached_property
     def _filler(self) -> dict[str, Any]:
         encoder = self._encoder
-        sample = encoder.encode(_FILLER, {}) if self.pixels else encoder.encode_from_sizes(_FILLER, MediaSizes())
+        try:
+            sample = encoder.encode(_FILLER, {}) if self.pixels else encoder.encode_from_sizes(_FILLER, MediaSizes())
+        except BadSampleError as error:
+            raise ConfigError(
+                f"the processor cannot encode one short turn of plain text, which fills rows without a sample, so it "
+                f"can hardly encode any: {error} Look at its chat template, and at max_length or pack_size."
+            ) from error
         sample["labels"] = sample["labels"].new_full(sample["labels"].shape, IGNORE)
         return sample
 
