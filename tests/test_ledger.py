@@ -39,3 +39,19 @@ def test_one_early_bad_sample_does_not_end_a_run():
     ledger.saw(1)
     ledger.add(bad())
     assert ledger.num_bad == 1
+
+
+def test_a_ledger_is_written_to_its_file_and_shows_itself(tmp_path, caplog):
+    ledger = Ledger()
+    ledger.path = tmp_path / "ledger.jsonl"
+    bads = [BadSample(source="s", sample=str(n), stage="read", reason="crc", detail="d") for n in range(20)]
+    ledger.saw(40)
+    ledger.extend(bads)
+    assert [BadSample.from_json(line) for line in ledger.path.read_text().splitlines()] == bads == list(ledger.newest)
+    text = repr(ledger)
+    assert text.startswith("20 of 40 samples were bad\n  20 x read: crc\n")
+    assert text.count("\n") == 11
+    ledger.path = tmp_path / "missing" / "ledger.jsonl"
+    ledger.extend(bads[:2])
+    assert ledger.num_bad == 22
+    assert len([record for record in caplog.records if "cannot be written" in record.getMessage()]) == 1

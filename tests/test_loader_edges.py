@@ -253,3 +253,17 @@ def test_accelerates_shards_of_a_stream_are_refused(toy_shards, processor):
     stream = VLMStream(toy_shards, processor=processor, pack_size=1024)
     with pytest.raises(ConfigError, match="most batches would reach nobody"):
         next(iter(IterableDatasetShard(stream, batch_size=1, num_processes=2)))
+
+
+def test_every_rank_writes_a_ledger_of_its_own(toy_shards, processor, tmp_path):
+    whole = StreamLoader(toy_shards, processor=processor, pack_size=400, bad_budget=None)
+    for _ in whole:
+        pass
+    for rank in range(2):
+        path = tmp_path / "ledger.jsonl"
+        loader = StreamLoader(
+            toy_shards, processor=processor, pack_size=400, bad_budget=None, ledger_path=path, rank=rank, world_size=2
+        )
+        assert sum(1 for _ in loader)
+        assert len((tmp_path / f"ledger.rank{rank}.jsonl").read_text().splitlines()) == loader.ledger.num_bad > 0
+    assert "fit: too_long" in repr(whole.ledger)

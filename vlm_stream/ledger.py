@@ -7,16 +7,23 @@ processors; whoever meets a bad sample fills in what it knows of the place.
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter, deque
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import BadBudgetError, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
 __all__ = ["BadSample", "Ledger"]
+
+logger = logging.getLogger(__name__)
+
+_TOLD: Final = 10
+"""How many of the newest stand in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +70,16 @@ class BadSample:
 
 
 class Ledger:
-    """Counts bad samples by reason, keeps the newest few for messages, and enforces a budget.
+    """Counts bad samples by reason, keeps the newest, writes all of them to a file if told to, and enforces a budget.
 
     The budget is a rate: an error is raised once more than `max_rate` of the samples seen so far were bad, but never
     before `min_bad` of them, so that one bad sample at the start of a run does not end it.
     """
 
-    def __init__(self, *, max_rate: float | None = None, min_bad: int = 10, keep: int = 10) -> None:
+    def __init__(self, *, max_rate: float | None = None, min_bad: int = 10, keep: int = 1000) -> None:
         """Start empty; without a rate the ledger only counts."""
+        self.path: Path | None = None
+        """Where a line of JSON is appended for each bad sample."""
         self.max_rate = max_rate
         self.min_bad = min_bad
         self.num_seen = 0
@@ -90,16 +99,39 @@ class Ledger:
         """Record one bad sample; raise `BadBudgetError` when that is more than the budget allows."""
         self.counts[bad.stage, bad.reason] += 1
         self.newest.append(bad)
+        if self.path is not None:
+            self._write(bad)
         if self.max_rate is None or self.num_bad < self.min_bad:
             return
         if self.num_bad > self.max_rate * max(self.num_seen, 1):
             reasons = "\n  ".join(f"{count} x {reason}" for reason, count in self.by_reason().items())
-            newest = "\n  ".join(map(str, self.newest))
+            newest = "\n  ".join(map(str, list(self.newest)[-_TOLD:]))
             raise BadBudgetError(
                 f"{self.num_bad} of {self.num_seen} samples were bad, more than the budget of {self.max_rate:.2%}; "
                 f"the run stops so that it does not train on what is left. Mend the data (where all have one reason, "
                 f"look at the processor first) or raise bad_budget. The reasons:\n  {reasons}\nThe newest:\n  {newest}"
             )
+
+    def _write(self, bad: BadSample) -> None:
+        """Append a line; a file that cannot be written must not end a run, and is said once."""
+        path, text = self.path, bad.to_json() + "\n"
+        try:
+            with path.open("a", encoding="utf-8") as file:  # type: ignore[union-attr]
+                file.write(text)
+        except OSError as error:
+            self.path = None
+            logger.warning(
+                "the ledger %s cannot be written (%s), so bad samples are only counted and kept in memory from here on",
+                path,
+                error.strerror,
+            )
+
+    def __repr__(self) -> str:
+        """Return how many samples were bad, why, and which ones came last."""
+        lines = [f"{self.num_bad} of {self.num_seen} samples were bad"]
+        lines += [f"  {count} x {reason}" for reason, count in self.by_reason().items()]
+        lines += [f"  {bad}" for bad in list(self.newest)[-_TOLD:]]
+        return "\n".join(lines)
 
     def extend(self, bads: Iterable[BadSample]) -> None:
         """Record several."""

@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vlm_stream.batch import Batch
@@ -86,6 +87,8 @@ class StreamLoader:
             processor's family has a path for them. On CUDA the next batch is copied while the trainer works on this
             one. None: batches stay on the CPU, as `pixels` says.
         dtype: Of the pixels of batches that are delivered to a device; bfloat16 by default.
+        ledger_path: File to which a line of JSON is appended for each bad sample; where there are several ranks, each
+            has its own (`ledger.rank3.jsonl`). None: the ledger is in memory alone.
         options: All `StreamOptions` as one value, instead of its fields as keywords.
     """
 
@@ -104,6 +107,7 @@ class StreamLoader:
         device_mesh: Any = None,
         device: Any = None,
         dtype: Any = None,
+        ledger_path: str | os.PathLike[str] | None = None,
         options: StreamOptions | None = None,
         **keywords: Any,
     ) -> None:
@@ -137,6 +141,7 @@ class StreamLoader:
             start_method=start_method,
         )
         self.ledger = Ledger(max_rate=self.stream.options.bad_budget)
+        self._ledger_path = None if ledger_path is None else Path(ledger_path)
         self._meter = Meter()
         self._unknown_labels = UnknownLabels()
         self._place = _Place(Position.at(None), 0, 0)
@@ -171,7 +176,11 @@ class StreamLoader:
         self.close()
         if not self.options.train:
             self._place = _Place(Position.at(None), 0, 0)
-        iteration = _Iteration(self, self.stream.world)
+        world = self.stream.world
+        if self._ledger_path is not None:
+            own = f".rank{world.rank}" if world.size > 1 else ""
+            self.ledger.path = self._ledger_path.with_name(self._ledger_path.stem + own + self._ledger_path.suffix)
+        iteration = _Iteration(self, world)
         self._running = weakref.ref(iteration)
         return iteration
 

@@ -117,7 +117,7 @@ class ExactCounter:
         try:
             return self._count(conversation, sizes)
         except Exception as error:  # templates and tokenizers raise anything on content they do not accept
-            fact = f"{type(self._counter.processor).__name__} cannot write the sample down"
+            fact = f"{type(self._counter.processor).__name__} refused the sample"
             raise blame_sample(error, "convert", "processor_error", fact) from error
 
     def _count(self, conversation: Conversation, sizes: MediaSizes) -> SampleCounts:
