@@ -49,7 +49,7 @@ def main(shards: str, processor_path: str, out: Path, endpoint: str) -> None:
     log = (out / f"log-{os.environ['RUN_NAME']}-{rank}.jsonl").open("a")
     for batch in loader:
         refs = batch.pop("refs")
-        loss = parallel(**batch, use_cache=False).loss
+        loss = parallel(**batch, use_cache=False).loss * loader.world.size  # DDP averages over ranks
         loss.backward()
         print(json.dumps({"step": step, "loss": loss.item(), "keys": [n[2] for row in refs for n in row]}), file=log)
         log.flush()

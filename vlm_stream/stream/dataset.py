@@ -46,6 +46,10 @@ __all__ = ["STREAM_ARGUMENTS", "VLMStream"]
 STREAM_ARGUMENTS: Final = ("sources", "processor", "rank", "world_size", "device_mesh", "options")
 """What stream and loader take beside the fields of `StreamOptions`."""
 
+_DEALERS: Final = ("IterableDatasetShard", "DataLoaderDispatcher")
+"""accelerate's classes that deal batches out to processes, whole or cut by rows."""
+_MAX_CALLS_UP: Final = 8
+
 
 class VLMStream(IterableDataset[dict[str, Any]]):
     """Ready batches of one data-parallel rank.
@@ -224,6 +228,16 @@ class VLMStream(IterableDataset[dict[str, Any]]):
             )
 
 
+def _consumers(caller: FrameType) -> Iterator[Any]:
+    """Yield the objects whose methods led here: a DataLoader is iterated by its subclass, some calls up."""
+    frame: FrameType | None = caller
+    for _ in range(_MAX_CALLS_UP):
+        if frame is None:
+            return
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
+
+
 def _refuse_wrong_consumers(caller: FrameType) -> None:
     """Refuse to be iterated by code that would stack ready batches, or deal those of one rank out to all ranks."""
     consumer = caller.f_locals.get("self")
@@ -233,7 +247,7 @@ def _refuse_wrong_consumers(caller: FrameType) -> None:
             "stacked or cut; use DataLoader(stream, batch_size=None), or a StreamLoader with your trainer "
             "(vlm_stream.integrations has plugs)"
         )
-    if type(consumer).__name__ == "IterableDatasetShard":
+    if any(type(each).__name__ in _DEALERS for each in _consumers(caller)):
         raise ConfigError(
             "accelerate deals the batches of an IterableDataset out to all processes, and a VLMStream yields one "
             "rank's share already, so most batches would reach nobody; give the trainer a StreamLoader "
