@@ -30,6 +30,7 @@ from vlm_stream.shards.shard_list import ShardEntry, ShardList
 from vlm_stream.shards.writer import ShardWriter
 from vlm_stream.storage import open_store
 from vlm_stream.stream.rows import RowBuilder
+from vlm_stream.testing import build_processor
 from vlm_stream.tokens import ImageSize, MediaSizes
 
 if TYPE_CHECKING:
@@ -120,6 +121,16 @@ def test_no_sample_ends_a_run(trusting_shards, processor, num_workers, options):
     check(came, bad)
     assert len(bad) > 80
     assert "unexpected_error" not in {line.reason for line in bad.values()}  # each has been seen where it stands
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@pytest.mark.parametrize("family", ["qwen3_omni_moe", "gemma4"])
+def test_no_sample_ends_a_run_of_another_family(trusting_shards, family):
+    came, bad = stream(trusting_shards, build_processor(family), mode="plain", batch_size=2)
+    assert set(came) | bad.keys() == {key for key, _ in mixed()}
+    assert not set(came) & bad.keys()
+    assert {f"good-{kind}-{time}" for kind in ("text", "image", "turns") for time in range(4)} <= set(came)
+    assert "unexpected_error" not in {line.reason for line in bad.values()}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
