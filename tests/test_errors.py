@@ -31,3 +31,42 @@ def test_missing_extra_survives_pickling():
 def test_missing_extra_says_how_to_install():
     with pytest.raises(errors.InputError, match=r"Reading LMDB needs the package 'lmdb'.*vlm-stream\[lmdb\]"):
         raise errors.MissingExtraError("lmdb", "lmdb", "Reading LMDB")
+
+
+class UnspeakableError(Exception):
+    """Cannot be written down."""
+
+    def __str__(self) -> str:
+        raise RecursionError
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("a"), "KeyError: 'a'"),
+        (ValueError("first\nsecond"), "ValueError: first"),
+        (MemoryError(), "MemoryError"),
+        (OSError("no image <BytesIO object at 0x7f12ab>"), "OSError: no image <BytesIO object>"),
+        (UnspeakableError(), "UnspeakableError"),
+    ],
+)
+def test_errors_are_said_in_a_few_words(error, said):
+    assert errors.say_error(error) == said
+
+
+def test_what_is_said_of_a_sample_is_short_and_keeps_its_end():
+    error = errors.BadSampleError("decode", "bad_image", "begin " + "x" * 100_000 + " way out.")
+    assert len(str(error)) == 1000
+    assert str(error).startswith("begin xx")
+    assert str(error).endswith("xx way out.")
+    assert len(errors.say_error(ValueError("y" * 9999))) < 330
+
+
+def test_a_sample_is_blamed_for_everything_but_errors_of_the_program():
+    own = errors.BadSampleError("read", "truncated", "cut")
+    assert errors.blame_sample(own, "encode", "unexpected", "it failed") is own
+    blamed = errors.blame_sample(TypeError("no len()"), "encode", "unexpected", "it failed")
+    assert (blamed.stage, blamed.reason, str(blamed)) == ("encode", "unexpected", "it failed (TypeError: no len()).")
+    for error in (errors.ConfigError("an option"), ImportError("no module"), errors.StorageError("no disk")):
+        with pytest.raises(type(error)):
+            errors.blame_sample(error, "encode", "unexpected", "it failed")

@@ -77,7 +77,8 @@ class StreamLoader:
         num_workers: Processes that read and encode; 0 does it in this one.
         prefetch_batches: Finished batches that each worker keeps ready.
         worker_timeout: Seconds after which a worker that finishes nothing is replaced; None: never.
-        max_restarts: Workers that may be replaced before the run ends.
+        max_restarts: Workers that may be replaced before the run ends; a sample that costs two of them (three, if they
+            were killed by SIGKILL or SIGTERM) is left out, and they do not count.
         start_method: How workers start: "fork", "spawn" or "forkserver"; None: the platform's default.
         rank: Data-parallel rank. By default it is found when iteration starts: the device mesh's, torch.distributed's,
             Ray Train's, that of torchrun, MPI or SLURM, or 0 of 1.

@@ -102,8 +102,8 @@ class _Worker:
         self._done = context.Event()
         returned: Any = context.SimpleQueue()
         parent = None if context.get_start_method() == "forkserver" else os.getpid()
-        watched = (self.note, dict(skipped))
-        arguments = (job, share, self.items, self._done, returned, parent, watched)
+        channels = (self.items, self._done, returned)
+        arguments = (job, share, channels, parent, (self.note, dict(skipped)))
         self.process: Any = context.Process(  # type: ignore[attr-defined]
             target=_run, args=arguments, daemon=True, name="vlm-stream-worker"
         )
@@ -294,9 +294,7 @@ def _raise(failure: _Failure) -> None:
 def _run(
     job: Job,
     share: tuple[Any, int, int],
-    items: Any,
-    done: Any,
-    returned: Any,
+    channels: tuple[Any, Any, Any],
     parent: int | None,
     watched: tuple[SampleNote, Mapping[SampleRef, str]],
 ) -> None:
@@ -304,6 +302,7 @@ def _run(
     import torch
     import torch.multiprocessing
 
+    items, done, returned = channels
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)

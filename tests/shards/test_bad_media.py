@@ -158,6 +158,24 @@ def test_confining_needs_a_folder(media: Path, tmp_path: Path) -> None:
     assert "its source has no media_dir" in (tmp_path / "bare" / "ledger.jsonl").read_text()
 
 
+def test_a_confined_name_that_is_no_path_costs_one_record(media: Path, tmp_path: Path) -> None:
+    records = [_record("image", "bad\0name.jpg"), _record("image", "good.jpg")]
+    bad, num_samples = _convert(records, media, tmp_path, confine_media=True)
+    assert num_samples == 1
+    assert bad["bad\0name.jpg"].reason == "unreadable_file"
+    assert "is no path (embedded null byte)" in bad["bad\0name.jpg"].detail
+
+
+def test_rates_that_are_none_are_named(media: Path, tmp_path: Path) -> None:
+    rates = ("30", -2, float(10**300) * 10**300, [2], 2, None, 0)
+    records = [_record("video", ["good.jpg", "good.jpg"], fps=fps) | {"id": str(n)} for n, fps in enumerate(rates)]
+    text = "".join(json.dumps(record).replace("Infinity", "1e999") + "\n" for record in records)
+    (tmp_path / "data.jsonl").write_text(text)
+    report = make_shards(tmp_path / "data.jsonl", tmp_path / "out", media_dir=str(media), bad_budget=None)
+    assert report.dropped == {"convert: bad_fps": 4}
+    assert report.totals.samples == 3
+
+
 def test_unconfined_links_are_followed(media: Path, tmp_path: Path) -> None:
     assert _convert([_record("image", "link.jpg"), _record("image", "../secret.jpg")], media, tmp_path) == ({}, 2)
 

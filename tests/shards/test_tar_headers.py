@@ -106,3 +106,20 @@ def test_unknown_kinds_and_sparse_files_are_refused() -> None:
     info.pax_headers = {"GNU.sparse.major": "1"}
     with pytest.raises(DatasetError, match="stored sparse"):
         list(iter_members(io.BytesIO(info.tobuf(tarfile.PAX_FORMAT)).read))
+
+
+@pytest.mark.parametrize("size", ["many", "-5", "1e3", "9" * 40, "", "٣x"])
+def test_sizes_that_are_none_are_damage(size: str) -> None:
+    info = tarfile.TarInfo("a")
+    info.pax_headers = {"size": size}
+    with pytest.raises(DatasetError, match=r"the PAX header at byte 0 has the size .*: it is damaged"):
+        list(iter_members(io.BytesIO(info.tobuf(tarfile.PAX_FORMAT)).read))
+
+
+def test_negative_sizes_are_damage() -> None:
+    block = bytearray(tarfile.TarInfo("a").tobuf())
+    block[124:136] = b"-0000000005\0"
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    with pytest.raises(DatasetError, match="the header at byte 0 is damaged"):
+        list(iter_members(io.BytesIO(bytes(block)).read))
