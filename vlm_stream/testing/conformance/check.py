@@ -167,7 +167,7 @@ def _check_start(findings: _Findings, run: Run, got: Records, want: Expected, *,
             f"ranks {sorted(got.train)} of worlds {sorted(got.worlds)} trained, expected {_WORLD} ranks of one world"
         )
         findings.add("ranks", [ranks])
-    findings.add("gradients", compare_gradients(got.gradients, first_gradients(run, _WORLD)))
+    findings.add("gradients", compare_gradients(got.gradients, first_gradients(run, want)))
     num_steps = None if whole else (run.save_after or 0) + 1
     findings.add("length", _compare_numbers(run, got, want, slice(num_steps), whole=whole))
 

@@ -20,8 +20,8 @@ __all__ = [
     "compare_ranks",
 ]
 
-_MOST: Final = 5
-"""Sentences of one check; the rest is counted."""
+_MOST: Final = 4
+"""Sentences about a rank in one check; the rest is counted."""
 _TOLERANCE: Final = 1e-6
 _TENSOR: Final = re.compile(r"^\w+\[[\d, ]*\] [0-9a-f]{16}$")
 
@@ -41,25 +41,22 @@ def compare_batches(got: Mapping[int, list[Keys]], want: Expected, *, first: int
     """
     problems = []
     for rank, given in enumerate(want):
-        mine = got.get(rank, [])
-        rest = given[first:]
-        for place, keys in enumerate(mine):
-            if place >= len(rest):
-                problems.append(
-                    f"rank {rank}: {len(mine) - len(rest)} batches more than the {len(rest)} of our own loop"
-                )
-                break
-            problems += [
-                f"rank {rank}, batch {first + place}, {difference}"
-                for difference in _compare_keys(keys, rest[place].keys, want)
-            ]
+        mine, rest = got.get(rank, []), given[first:]
+        found = [
+            f"rank {rank}, batch {first + place}, {difference}"
+            for place, (keys, right) in enumerate(zip(mine, rest, strict=False))
+            for difference in _compare_keys(keys, right.keys, want)
+        ]
+        problems += _shorten(found)
+        if len(mine) > len(rest):
+            problems.append(f"rank {rank}: {len(mine) - len(rest)} batches more than the {len(rest)} of our own loop")
         if whole and len(mine) < len(rest):
             problems.append(
                 f"rank {rank}: {len(mine)} batches, expected {len(rest)} (from batch {first} to the end of the epoch)"
             )
     for rank in sorted(set(got) - set(range(len(want)))):
         problems.append(f"rank {rank} trained, but there are {len(want)} ranks")
-    return _shorten(problems)
+    return problems
 
 
 def compare_ranks(got: Mapping[int, list[Keys]], want: Expected, samples: set[Name]) -> list[str]:
@@ -102,13 +99,15 @@ def compare_evaluations(got: Mapping[int, list[Keys]], want: Expected, num_evalu
             problems.append(
                 f"rank {rank}: {len(mine)} batches in eval mode, expected {num_evaluations} evaluations of {len(given)}"
             )
+        found = []
         for place, keys in enumerate(mine[: num_evaluations * len(given)]):
             number, index = divmod(place, len(given))
-            problems += [
+            found += [
                 f"rank {rank}, evaluation {number}, batch {index}, {difference}"
                 for difference in _compare_keys(_without_counts(keys), _without_counts(given[index].keys), want)
             ]
-    return _shorten(problems)
+        problems += _shorten(found)
+    return problems
 
 
 def compare_numbers(
@@ -154,14 +153,14 @@ def compare_numbers(
 def compare_gradients(got: Mapping[int, Mapping[str, Any]], want: Mapping[str, Any]) -> list[str]:
     """Compare the gradients of the first step with those of one big batch, relative to the largest of them."""
     problems = [] if got else ["no optimizer step was seen, so there are no gradients"]
-    largest = max(float(gradient.abs().max()) for gradient in want.values())
+    largest = max(_largest(gradient) for gradient in want.values())
     for rank, mine in sorted(got.items()):
         missing = sorted(set(want) - set(mine))
         if missing:
             problems.append(f"rank {rank}: {len(missing)} of {len(want)} parameters have no gradient: {missing[0]}")
-        off = {name: float((mine[name] - want[name]).abs().max()) / largest for name in want if name in mine}
+        off = {name: _largest(mine[name] - want[name]) / largest for name in want if name in mine}
         worst = max(off, key=lambda name: off[name], default="")
-        if worst and not off[worst] <= _TOLERANCE:
+        if worst and off[worst] > _TOLERANCE:
             factor = float((mine[worst] * want[worst]).sum() / (want[worst] ** 2).sum())
             problems.append(
                 f"rank {rank}: gradients differ from those of one big batch by {off[worst]:.1e} of the largest "
@@ -170,6 +169,11 @@ def compare_gradients(got: Mapping[int, Mapping[str, Any]], want: Mapping[str, A
                 f"without division by micro-batches, without clipping; and the model wants use_cache=False"
             )
     return _shorten(problems)
+
+
+def _largest(values: Any) -> float:
+    """Return the largest magnitude; infinite where something is not a number."""
+    return float(values.abs().nan_to_num(nan=float("inf")).max())
 
 
 def _identity(keys: Keys) -> tuple[str | None, ...]:

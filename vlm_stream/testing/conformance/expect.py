@@ -61,17 +61,17 @@ def evaluate(run: Run, world: int) -> Expected:
     return ranks
 
 
-def first_gradients(run: Run, world: int) -> dict[str, Any]:
-    """Return the gradients of the first step of so many ranks, computed from one big batch of the same rows.
+def first_gradients(run: Run, want: Expected) -> dict[str, Any]:
+    """Return the gradients of the first step of our own loop, computed from one big batch of the same rows.
 
     Its loss is the model's own mean over all labels: no accumulation, no ranks, no label counts.
     """
     from vlm_stream.testing.models import build_tiny_model
 
-    rows = world * run.accumulation
+    rows = len(want) * run.accumulation
     with run.loader(rank=0, world_size=1, micro_batches=1, batch_size=rows, with_refs=True) as loader:
         batch = dict(next(iter(loader)))
-    own = {name for rank in own_loop(run, world) for given in rank[: run.accumulation] for name in given.samples}
+    own = {name for rank in want for given in rank[: run.accumulation] for name in given.samples}
     if {tuple(name) for row in batch.pop("refs") for name in row} != own:
         raise DatasetError(
             "the first step of the ranks and one batch of the same size hold different samples, so their gradients "
