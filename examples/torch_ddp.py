@@ -22,7 +22,7 @@ def train(
     model: Any, loader: StreamLoader, folder: Path, *, learning_rate: float, save_after: int | None, resume: bool
 ) -> int:
     """Train an epoch, save once after `save_after` optimizer steps; return how many steps the epoch has."""
-    accumulation, total_steps = loader.stream.options.micro_batches, loader.steps_per_epoch
+    accumulation, total_steps = loader.options.micro_batches, loader.steps_per_epoch
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     schedule = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total_steps))

@@ -42,4 +42,4 @@ def open_processor(folder: Path) -> Any:
     """Return the processor that `make_data` wrote."""
     from transformers import AutoProcessor
 
-    return AutoProcessor.from_pretrained(folder / "processor")
+    return AutoProcessor.from_pretrained(folder / "processor")  # type: ignore[no-untyped-call]

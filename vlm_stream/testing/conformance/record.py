@@ -45,7 +45,7 @@ def digest(value: Any) -> str:
 
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     form = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return f"{form} {hashlib.blake2b(raw, digest_size=8).hexdigest()}"
 
