@@ -88,7 +88,10 @@ def _see_step(run: Run, model: Any, optimizer: Any, args: Any, kwargs: Any) -> N
     # Behind the step, not before it: a trainer that hands over a closure has its gradients only then.
     import torch
 
-    write_line(run, {"kind": "step", "lr": float(optimizer.param_groups[0]["lr"])})
+    rate = float(optimizer.param_groups[0]["lr"])
+    if rate == 0:  # torch.distributed.checkpoint makes such a step to have an optimizer's state allocated
+        return
+    write_line(run, {"kind": "step", "lr": rate})
     rank, _ = _place()
     path = run.records / f"gradients-{rank}.pt"
     if path.exists():
