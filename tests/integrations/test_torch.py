@@ -12,10 +12,19 @@ from vlm_stream.testing.conformance.expect import own_loop
 
 
 @pytest.mark.trainers
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_an_example_conforms(conformance_data, tmp_path, name):
-    report = check(f"tests.integrations.torch_trainers:{name}", tmp_path, data=conformance_data)
+@pytest.mark.parametrize(("name", "num_workers"), [("ddp", 1), ("fsdp2", 0)])
+def test_an_example_conforms(conformance_data, tmp_path, name, num_workers):
+    function = f"tests.integrations.torch_trainers:{name}"
+    report = check(function, tmp_path, data=conformance_data, num_workers=num_workers)
     assert set(report.results.values()) == {"yes"}
+
+
+@pytest.mark.trainers
+def test_the_examples_run_from_the_command_line(conformance_data, tmp_path):
+    run = Run(data=conformance_data, folder=tmp_path / "out", records=tmp_path / "records")
+    launch("tests.integrations.torch_trainers:command_lines", run, world=2)
+    assert (run.records / "output-0.txt").read_text().count("loss after training: ") == 4
+    assert "loss" not in (run.records / "output-1.txt").read_text()
 
 
 def samples_of(rows):

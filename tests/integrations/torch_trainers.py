@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -35,6 +36,15 @@ def run_example(example: Any, run: Run, model: Any, loader: StreamLoader, held_o
     losses = {example.evaluate(model, held_out) for _ in range(run.evaluations)}
     assert len(losses) <= 1
     dist.destroy_process_group()
+
+
+def command_lines(run: Run) -> None:
+    for example in (torch_ddp, torch_fsdp2):
+        out = str(run.folder / example.__name__)
+        sys.argv = ["example", run.sources, str(run.data / "processor"), "--out", out, "--save-after", "1"]
+        example.main()
+        sys.argv += ["--resume"]
+        example.main()
 
 
 def dcp_worlds(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Trainers with one mistake each, for conformance to find."""
+"""Trainers with mistakes, for conformance to find."""
 
 from __future__ import annotations
 
@@ -75,13 +75,14 @@ class Trainer:
 
 
 right = Trainer().train
-drops_a_key = Trainer(change=lambda batch: batch.pop("mm_token_type_ids")).train
-cuts_a_key = Trainer(change=lambda batch: batch.update(labels=batch["labels"].clone().fill_(7))).train
 same_data_for_all = Trainer(loader=lambda run: run.loader(rank=0, world_size=1)).train
 saves_late = Trainer(ahead=1).train
-normalises_each_micro_batch = Trainer(mean=True).train
-counts_micro_batches_as_steps = Trainer(total=len).train
-evaluates_less_the_second_time = Trainer(evaluated=3).train
+four_mistakes = Trainer(
+    change=lambda batch: batch.pop("mm_token_type_ids"),  # a key is dropped
+    mean=True,  # each micro-batch counts the same, however many labels it has
+    total=len,  # micro-batches are taken for steps
+    evaluated=3,  # the second evaluation ends early
+).train
 
 
 def fails(run: Run) -> None:

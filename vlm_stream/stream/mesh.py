@@ -84,11 +84,10 @@ def _find_root(mesh: Any) -> Any:
     """Return the mesh that this one was cut or flattened from, or itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
-    try:
-        from torch.distributed.device_mesh import _mesh_resources  # before torch 2.10
-    except ImportError:
-        return mesh
-    return _mesh_resources.get_root_mesh(mesh)
+    from torch.distributed import device_mesh  # before torch 2.10, a table kept them
+
+    roots: dict[Any, Any] = getattr(getattr(device_mesh, "_mesh_resources", None), "child_to_root_mapping", {})
+    return roots.get(mesh, mesh)
 
 
 def _refuse(names: tuple[str, ...], why: str) -> NoReturn:

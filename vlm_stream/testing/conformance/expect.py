@@ -56,7 +56,7 @@ def evaluate(run: Run, world: int) -> Expected:
     """Return the batches of one evaluation, by rank."""
     ranks = []
     for rank in range(world):
-        with run.eval_loader(rank=rank, world_size=world, with_refs=True) as loader:
+        with run.eval_loader(rank=rank, world_size=world, with_refs=True, num_workers=0) as loader:
             ranks.append([_given(batch) for batch in loader])
     return ranks
 
@@ -69,7 +69,7 @@ def first_gradients(run: Run, want: Expected) -> dict[str, Any]:
     from vlm_stream.testing.models import build_tiny_model
 
     rows = len(want) * run.accumulation
-    with run.loader(rank=0, world_size=1, micro_batches=1, batch_size=rows, with_refs=True) as loader:
+    with _open(run, 0, 1, micro_batches=1, batch_size=rows) as loader:
         batch = dict(next(iter(loader)))
     own = {name for rank in want for given in rank[: run.accumulation] for name in given.samples}
     if {tuple(name) for row in batch.pop("refs") for name in row} != own:
@@ -83,8 +83,8 @@ def first_gradients(run: Run, want: Expected) -> dict[str, Any]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _open(run: Run, rank: int, world: int) -> StreamLoader:
-    return run.loader(rank=rank, world_size=world, with_refs=True)
+def _open(run: Run, rank: int, world: int, **changes: Any) -> StreamLoader:
+    return run.loader(rank=rank, world_size=world, with_refs=True, num_workers=0, **changes)
 
 
 def _given(batch: dict[str, Any]) -> Given:

@@ -21,6 +21,8 @@ __all__ = ["LaunchError", "launch"]
 
 _GRACE_S: Final = 20.0
 """How long peers of a process that has ended may go on."""
+_ORPHANS_S: Final = 5.0
+"""How long ranks that a trainer started itself may outlive it."""
 _TAIL: Final = 30
 
 
@@ -62,6 +64,8 @@ def launch(function: str, run: Run, *, world: int = 2, own_launcher: bool = Fals
             )
     try:
         timed_out = _wait(processes, timeout_s)
+        if own_launcher and run.kill_after is not None:
+            _await_deaths(run)
     finally:
         for process in processes:
             _end(process)
@@ -101,6 +105,16 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
             break
         time.sleep(0.05)
     return False
+
+
+def _await_deaths(run: Run) -> None:
+    """Wait until the ranks that a killed process has left behind were given their last batch, too."""
+    end = time.monotonic() + _ORPHANS_S
+    while time.monotonic() < end:
+        train = Records.read(run.records).train
+        if all(len(train.get(rank, [])) >= (run.kill_after or 0) for rank in range(run.world)):
+            return
+        time.sleep(0.2)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

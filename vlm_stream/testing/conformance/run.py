@@ -11,6 +11,7 @@ from vlm_stream.testing.conformance.data import PACK_SIZE, open_processor
 
 if TYPE_CHECKING:
     from vlm_stream.loader import StreamLoader
+    from vlm_stream.stream import VLMStream
 
 __all__ = ["Run"]
 
@@ -57,6 +58,17 @@ class Run:
         """Return a new loader over the evaluation data (the same samples, in order)."""
         return self._loader({"train": False} | changes)
 
+    def stream(self, **changes: Any) -> VLMStream:
+        """Return the training data as an IterableDataset, for trainers that bring their own loader."""
+        from vlm_stream.stream import VLMStream
+
+        return VLMStream(self.sources, **self._arguments({"micro_batches": self.accumulation} | changes))
+
+    @property
+    def sources(self) -> str:
+        """Return where the shards are."""
+        return str(self.data / "shards")
+
     def processor(self) -> Any:
         """Return the processor of the data."""
         return open_processor(self.data)
@@ -92,8 +104,9 @@ class Run:
     def _loader(self, changes: dict[str, Any]) -> StreamLoader:
         from vlm_stream.loader import StreamLoader
 
+        return StreamLoader(self.sources, **self._arguments(changes))
+
+    def _arguments(self, changes: dict[str, Any]) -> dict[str, Any]:
         # Every rank runs its vision tower in every micro-batch: without it, gradients are missing on some of them.
         arguments = {"pack_size": PACK_SIZE, "fake_image": True} | self.options | changes
-        if "processor" not in arguments:
-            arguments["processor"] = self.processor()
-        return StreamLoader(str(self.data / "shards"), **arguments)
+        return arguments if "processor" in arguments else arguments | {"processor": self.processor()}
