@@ -7,13 +7,17 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 
 BENCH  := .venv-bench
 
-.PHONY: demo test check format clean bench bench-full bench-setup
+.PHONY: demo test trainers check format clean bench bench-full bench-setup
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python -m vlm_stream.testing.demo --out demo-out
 
 test: $(VENV)/.installed-dev $(VENV)/.system
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not trainers'
+
+# Each trainer once, in real processes that are killed and resumed: within 15 minutes on two cores.
+trainers: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m trainers
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,0 +1,37 @@
+"""Conformance: does a trainer train on exactly what our own loop would have given it?
+
+A trainer under test is a function `train(run)` in a module that every process can import. It builds what it needs from
+the `Run`, trains, and knows nothing of the checks:
+
+    # my_trainer.py
+    def train(run):
+        loader, model = run.loader(), run.model()
+        run.tell(length=len(loader), total_steps=loader.steps_per_epoch)
+        if run.resume:
+            ...                                  # load the newest checkpoint from run.folder
+        for number, batch in enumerate(loader, 1):
+            ...                                  # forward, backward; a step after run.accumulation batches
+            if number == run.save_after * run.accumulation:
+                ...                              # save into run.folder
+        for _ in range(run.evaluations):
+            ...                                  # model.eval(), all of run.eval_loader(), model.train()
+
+`check("my_trainer:train", folder)` runs it in real processes (some of which are killed with SIGKILL), compares what the
+model was really given with what it should have been given, and returns a `Report` or raises `ConformanceError`, whose
+text names rank, step and key of what differs.
+
+Files: `data.py` (toy shards), `run.py` (what a trainer is given), `record.py` (hooks that write down what the model and
+the optimizer are given), `launch.py` and `__main__.py` (processes), `records.py` (reads them back), `expect.py` (our
+own loop), `compare.py` (the checks), `check.py` (all of it).
+"""
+
+from __future__ import annotations
+
+from vlm_stream.testing.conformance.check import CHECKS, Report, check
+from vlm_stream.testing.conformance.compare import ConformanceError
+from vlm_stream.testing.conformance.data import make_data
+from vlm_stream.testing.conformance.launch import LaunchError, launch
+from vlm_stream.testing.conformance.records import Records
+from vlm_stream.testing.conformance.run import Run
+
+__all__ = ["CHECKS", "ConformanceError", "LaunchError", "Records", "Report", "Run", "check", "launch", "make_data"]

@@ -1,0 +1,220 @@
+"""The checks themselves: records of a trainer against our own loop. Each returns sentences, none if all is well."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vlm_stream.testing.conformance.expect import Expected, Name
+    from vlm_stream.testing.conformance.records import Keys
+
+__all__ = [
+    "ConformanceError",
+    "compare_batches",
+    "compare_evaluations",
+    "compare_gradients",
+    "compare_numbers",
+    "compare_ranks",
+]
+
+_MOST: Final = 4
+"""Sentences about a rank in one check; the rest is counted."""
+_TOLERANCE: Final = 1e-6
+_TENSOR: Final = re.compile(r"^\w+\[[\d, ]*\] [0-9a-f]{16}$")
+
+
+class ConformanceError(AssertionError):
+    """A trainer trained on something else than our own loop would have."""
+
+
+def compare_batches(got: Mapping[int, list[Keys]], want: Expected, *, first: int = 0, whole: bool) -> list[str]:
+    """Compare the batches of each rank on every key.
+
+    Args:
+        got: Batches by rank.
+        want: Those of our own loop from its start.
+        first: Index of the batch that the trainer had to begin with.
+        whole: Whether it had to go on to the end.
+    """
+    problems = []
+    for rank, given in enumerate(want):
+        mine, rest = got.get(rank, []), given[first:]
+        found = [
+            f"rank {rank}, batch {first + place}, {difference}"
+            for place, (keys, right) in enumerate(zip(mine, rest, strict=False))
+            for difference in _compare_keys(keys, right.keys, want)
+        ]
+        problems += _shorten(found)
+        if len(mine) > len(rest):
+            problems.append(f"rank {rank}: {len(mine) - len(rest)} batches more than the {len(rest)} of our own loop")
+        if whole and len(mine) < len(rest):
+            problems.append(
+                f"rank {rank}: {len(mine)} batches, expected {len(rest)} (from batch {first} to the end of the epoch)"
+            )
+    for rank in sorted(set(got) - set(range(len(want)))):
+        problems.append(f"rank {rank} trained, but there are {len(want)} ranks")
+    return problems
+
+
+def compare_ranks(got: Mapping[int, list[Keys]], want: Expected, samples: set[Name]) -> list[str]:
+    """Tell samples that several ranks (or one of them twice) trained on, and those that nobody did.
+
+    Args:
+        got: All batches that counted, by rank: from the start to the save, and from the resume to the end.
+        want: Batches of our own loop: they say which samples are in a batch.
+        samples: The epoch.
+    """
+    known = {_identity(given.keys): given for rank in want for given in rank}
+    seen: dict[Name, list[int]] = {}
+    problems = []
+    for rank, batches in sorted(got.items()):
+        for place, keys in enumerate(batches):
+            given = known.get(_identity(keys))
+            if given is None:
+                problems.append(f"rank {rank}, batch {place}: its samples are not known, it is none of our batches")
+                continue
+            for name in given.samples:
+                seen.setdefault(name, []).append(rank)
+    twice = {name: ranks for name, ranks in seen.items() if len(ranks) > 1}
+    if twice:
+        name, ranks = next(iter(sorted(twice.items())))
+        problems.append(
+            f"{len(twice)} of {len(samples)} samples are trained on more than once: {name} by ranks {ranks}"
+        )
+    lost = sorted(samples - set(seen))
+    if lost:
+        problems.append(f"{len(lost)} of {len(samples)} samples are never trained on: {lost[0]} and so on")
+    return _shorten(problems)
+
+
+def compare_evaluations(got: Mapping[int, list[Keys]], want: Expected, num_evaluations: int) -> list[str]:
+    """Compare each of the evaluations with the batches of one."""
+    problems = []
+    for rank, given in enumerate(want):
+        mine = got.get(rank, [])
+        if len(mine) != num_evaluations * len(given):
+            problems.append(
+                f"rank {rank}: {len(mine)} batches in eval mode, expected {num_evaluations} evaluations of {len(given)}"
+            )
+        found = []
+        for place, keys in enumerate(mine[: num_evaluations * len(given)]):
+            number, index = divmod(place, len(given))
+            found += [
+                f"rank {rank}, evaluation {number}, batch {index}, {difference}"
+                for difference in _compare_keys(_without_counts(keys), _without_counts(given[index].keys), want)
+            ]
+        problems += _shorten(found)
+    return problems
+
+
+def compare_numbers(
+    told: Mapping[int, Mapping[str, float | None]],
+    rates: Mapping[int, Sequence[float]],
+    *,
+    expected: Mapping[str, float],
+    schedule: Sequence[float],
+    whole: bool,
+) -> list[str]:
+    """Compare what the trainer told, and the learning rates of its steps.
+
+    Args:
+        told: Facts by rank.
+        rates: Learning rates by rank.
+        expected: What each rank must have told.
+        schedule: Learning rates as they should be.
+        whole: Whether the run came to its end, so that everything must have been told. One that was killed may lack
+            the last step on some ranks.
+    """
+    problems = []
+    for name, value in expected.items():
+        if whole and not any(name in facts for facts in told.values()):
+            problems.append(f"{name} was not told: call run.tell({name}=...) with the number that the trainer uses")
+        problems += [
+            f"rank {rank}: {name} is {facts[name]}, expected {value}"
+            for rank, facts in sorted(told.items())
+            if name in facts and facts[name] != value
+        ]
+    for rank, mine in sorted(rates.items()):
+        if len(mine) not in (len(schedule), len(schedule) - (not whole)):
+            problems.append(f"rank {rank}: {len(mine)} optimizer steps, expected {len(schedule)}")
+        for place, (rate, right) in enumerate(zip(mine, schedule, strict=False)):
+            if abs(rate - right) > _TOLERANCE * max(schedule):
+                problems.append(
+                    f"rank {rank}, step {place} of this run: learning rate {rate:.4g}, expected {right:.4g}"
+                )
+                break
+    if not rates:
+        problems.append("no optimizer step was seen")
+    return _shorten(problems)
+
+
+def compare_gradients(got: Mapping[int, Mapping[str, Any]], want: Mapping[str, Any]) -> list[str]:
+    """Compare the gradients of the first step with those of one big batch, relative to the largest of them."""
+    problems = [] if got else ["no optimizer step was seen, so there are no gradients"]
+    largest = max(_largest(gradient) for gradient in want.values())
+    for rank, mine in sorted(got.items()):
+        missing = sorted(set(want) - set(mine))
+        if missing:
+            problems.append(f"rank {rank}: {len(missing)} of {len(want)} parameters have no gradient: {missing[0]}")
+        off = {name: _largest(mine[name] - want[name]) / largest for name in want if name in mine}
+        worst = max(off, key=lambda name: off[name], default="")
+        if worst and off[worst] > _TOLERANCE:
+            factor = float((mine[worst] * want[worst]).sum() / (want[worst] ** 2).sum())
+            problems.append(
+                f"rank {rank}: gradients differ from those of one big batch by {off[worst]:.1e} of the largest "
+                f"(allowed: {_TOLERANCE:.0e}), most in {worst}, where they are about {factor:.4f} times the right. "
+                f"Loss is sum / num_items_in_batch, times the number of ranks where gradients are averaged over them, "
+                f"without division by micro-batches, without clipping; and the model wants use_cache=False"
+            )
+    return _shorten(problems)
+
+
+def _largest(values: Any) -> float:
+    """Return the largest magnitude; infinite where something is not a number."""
+    return float(values.abs().nan_to_num(nan=float("inf")).max())
+
+
+def _identity(keys: Keys) -> tuple[str | None, ...]:
+    return keys.get("input_ids"), keys.get("pixel_values"), keys.get("labels")
+
+
+def _without_counts(keys: Keys) -> Keys:
+    return {key: value for key, value in keys.items() if key != "num_items_in_batch"}
+
+
+def _compare_keys(got: Keys, want: Keys, all_given: Expected) -> list[str]:
+    if got == want:
+        return []
+    if got.get("input_ids") != want["input_ids"]:
+        return [f"key input_ids: {_name_batch(got, all_given)}"]
+    problems = []
+    for key, value in want.items():
+        if key not in got and key != "num_items_in_batch":  # the gradients show whether it was used
+            problems.append(f"key {key}: missing, expected {value}")
+        elif key in got and got[key] != value:
+            problems.append(f"key {key}: {got[key]}, expected {value}")
+    problems += [
+        f"key {key}: {value}, which is not in the batch of our own loop"
+        for key, value in got.items()
+        if key not in want and _TENSOR.match(value)
+    ]
+    return problems
+
+
+def _name_batch(got: Keys, all_given: Expected) -> str:
+    for rank, batches in enumerate(all_given):
+        for place, given in enumerate(batches):
+            if given.samples and given.keys["input_ids"] == got.get("input_ids"):
+                return f"this is batch {place} of rank {rank}"
+    if "input_ids" not in got:
+        return "missing"
+    return f"{got['input_ids']} is in none of our batches"
+
+
+def _shorten(problems: list[str]) -> list[str]:
+    if len(problems) <= _MOST:
+        return problems
+    return [*problems[:_MOST], f"and {len(problems) - _MOST} more differences"]
