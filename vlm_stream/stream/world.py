@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vlm_stream.errors import ConfigError
+from vlm_stream.stream.mesh import find_mesh_rank
 
 __all__ = ["World", "check_world", "find_world"]
 
@@ -22,9 +23,6 @@ _LAUNCHERS: Final = (
     ("SLURM", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
 )
 """Launchers with the variables of the rank and of the number of ranks; one that starts others comes behind them."""
-
-_DATA_DIMS: Final = ("dp", "data", "replicate", "shard", "batch")
-_MODEL_DIMS: Final = ("tp", "cp", "pp", "ep", "sp", "tensor", "context", "pipeline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +46,8 @@ class World:
 def find_world(rank: int | None = None, world_size: int | None = None, device_mesh: Any = None) -> World:
     """Return the world from the arguments, a `DeviceMesh`, torch.distributed, Ray Train or the launcher, in that order.
 
-    A mesh of several dimensions must name its data-parallel ones (a name that contains "dp", "data", "replicate",
-    "shard" or "batch"): tensor-, context- and pipeline-parallel peers get the same data.
+    A mesh of several dimensions must name its data-parallel ones (see `mesh.py`): tensor-, context- and
+    pipeline-parallel peers get the same data.
 
     Raises:
         ConfigError: There are several processes and nothing tells them apart.
@@ -59,7 +57,7 @@ def find_world(rank: int | None = None, world_size: int | None = None, device_me
     if rank is not None and world_size is not None:
         return World(rank, world_size)
     if device_mesh is not None:
-        return _from_mesh(device_mesh)
+        return World(*find_mesh_rank(device_mesh), "device mesh")
     found = [world for world in (_from_distributed(), _from_ray_train(), *_from_launchers()) if world is not None]
     if not found:
         return World(0, 1, "nobody")
@@ -145,22 +143,3 @@ def _number(names: tuple[str, ...]) -> int | None:
                 f"correct it, or pass rank and world_size"
             ) from None
     return None
-
-
-def _from_mesh(mesh: Any) -> World:
-    names = mesh.mesh_dim_names
-    if mesh.ndim == 1 and names and names[0] in _MODEL_DIMS:
-        return World(0, 1, "device mesh")
-    if mesh.ndim == 1:
-        return World(mesh.get_local_rank(), mesh.size(), "device mesh")
-    data = [name for name in names or () if any(part in name for part in _DATA_DIMS)]
-    if not data:
-        raise ConfigError(
-            f"the device mesh has the dimensions {names}, and none of them is named as data-parallel, so ranks cannot "
-            f"be told from their model-parallel peers; name one of them 'dp', or pass rank and world_size"
-        )
-    rank, size = 0, 1
-    for name in data:
-        rank = rank * mesh[name].size() + mesh.get_local_rank(name)
-        size *= mesh[name].size()
-    return World(rank, size, "device mesh")
