@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from vlm_stream import StreamLoader
-from vlm_stream.integrations.lightning import step_loss
+from vlm_stream.integrations.lightning import StreamCallback, step_loss
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+
+EPOCHS = {"max_epochs": 2}
+STEPS = {"max_steps": 14, "max_epochs": -1}
+WARNINGS = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning's use of torch's pytree
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),  # the resumed run saves nothing
+    pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=None"),  # what OnExceptionCheckpoint brings about
+    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint"),
+]
+"""Of Lightning, for `pytestmark`."""
 
 
 class FailedError(Exception):
@@ -78,3 +92,34 @@ def fit(module: LightningModule, *data: Any, ckpt_path: Any = None, datamodule: 
     with contextlib.suppress(FailedError):
         trainer.fit(module, *data, datamodule=datamodule, ckpt_path=ckpt_path)
     return trainer
+
+
+@functools.cache
+def whole_run(data: Any, micro_batches: int, endless: bool) -> list[Any]:
+    """The steps of such a run, by our own loop."""
+    loader = open_loader(data, micro_batches=micro_batches, epochs=None if endless else 1)
+    rounds = 1 if endless else EPOCHS["max_epochs"]
+    batches = itertools.chain.from_iterable(loader for _ in range(rounds))
+    taken = [
+        names(batch) for batch in itertools.islice(batches, STEPS["max_steps"] * micro_batches if endless else None)
+    ]
+    return [taken[first : first + micro_batches] for first in range(0, len(taken), micro_batches)]
+
+
+def run_of(endless: bool) -> dict[str, int]:
+    return STEPS if endless else EPOCHS
+
+
+def checkpoints(folder: Any) -> list[tuple[Any, int]]:
+    """Return the checkpoints in a folder with the optimizer steps before them."""
+    found = sorted(folder.glob("*.ckpt"))
+    assert found
+    return [(path, torch.load(path, weights_only=True)["global_step"]) for path in found]
+
+
+def resume(data: Any, path: Any, micro_batches: int = 1, endless: bool = False, **options: Any) -> Noting:
+    module = Noting()
+    loader = open_loader(data, micro_batches=micro_batches, epochs=None if endless else 1)
+    options = {"callbacks": [StreamCallback()], "accumulate_grad_batches": micro_batches} | run_of(endless) | options
+    fit(module, loader, ckpt_path=path, **options)
+    return module

@@ -111,14 +111,14 @@ def test_between_no_workers_and_some_torchdata_refuses_itself(conformance_data, 
 def test_several_epochs_are_one_iteration(conformance_data):
     """A DataLoader starts its workers anew for every iteration, and they begin at the beginning."""
     loader = open_loader(conformance_data, 1, epochs=2)
-    assert len(loader) == 23
+    length = len(loader)
     taken, state = begin(loader, 15)
     resumed = open_loader(conformance_data, 1, epochs=2)
     resumed.load_state_dict(state)
     rest = [names(batch) for batch in resumed]
-    assert len(taken) + len(rest) == 23
-    first, second = itertools.chain(*taken[:11]), itertools.chain(*taken[11:], *rest)
-    assert sorted(first) == sorted(second)
+    assert len(taken) + len(rest) == length > len(whole_run(conformance_data))
+    once = sorted(itertools.chain(*whole_run(conformance_data)))
+    assert sorted(itertools.chain(*taken, *rest)) == sorted(once * 2)
 
 
 def test_an_evaluation_begins_at_the_beginning_whatever_was_loaded(conformance_data):
@@ -137,7 +137,7 @@ def test_batches_come_through_a_dataloader_as_they_are(conformance_data):
             for left, right in zip(given, own, strict=True):
                 assert left.keys() == right.keys()
                 tensors = [key for key, value in right.items() if isinstance(value, torch.Tensor)]
-                assert len(tensors) > 5
+                assert len(tensors) >= 5
                 assert all(torch.equal(left[key], right[key]) for key in tensors)
 
 

@@ -46,7 +46,7 @@ def start_methods(run: Run) -> None:
     dist.init_process_group("gloo")
     taken = {}
     for method in ("fork", "spawn", "forkserver"):
-        loader = DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context=method)
+        loader = DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context=method)
         taken[method] = [name for batch in loader for row in batch["refs"] for name in row]
     (run.folder / f"taken-{dist.get_rank()}.json").write_text(json.dumps(taken))
     dist.destroy_process_group()

@@ -94,12 +94,9 @@ class StreamCallback(Callback):
         self._batch: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stand before all other callbacks: they may save, and shall find this batch counted."""
+        """Forget the fit before this one."""
         if stage == "fit":
             self._mark, self._known, self._batch = None, [], None
-        if _leader(trainer) is self:
-            mutable: Any = trainer  # Lightning declares no callbacks
-            mutable.callbacks = [self, *(callback for callback in mutable.callbacks if callback is not self)]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Set up the loaders now and load their states: what asks for a length later gets that of the resumed run."""
@@ -185,7 +182,7 @@ class StreamCallback(Callback):
             self._know(trainer)  # saved before the first batch
         if self._mark is None:
             return
-        if trainer.global_step != self._mark.step:  # saved in the middle of a batch, behind the step
+        if trainer.global_step != self._mark.step:  # by a callback before this one, behind the step
             self._mark = _mark(trainer)
         mark, loops = self._mark, checkpoint["loops"]["fit_loop"]
         saved = loops["state_dict"]["combined_loader"]
