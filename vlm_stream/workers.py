@@ -290,12 +290,11 @@ class _Deaths:
 
     def add(self, ref: SampleRef, exit_code: int | None) -> bool:
         """Count one; tell whether the sample is left out now. Without an exit code the worker had hung."""
+        if ref in self.skipped:  # by a worker that was started before; it counts as a restart, so that this has an end
+            return True
         self._counts[ref] += 1
         num_deaths = self._counts[ref]
         may_be_foreign = exit_code is not None and -exit_code in _FOREIGN_SIGNALS
-        if ref in self.skipped:  # a worker that was started before it was
-            self.num_settled += 1
-            return True
         if num_deaths < (_FOREIGN_DEATHS if may_be_foreign else _OWN_DEATHS):
             return False
         how = "hung" if exit_code is None else f"died ({_cause(exit_code)})"
