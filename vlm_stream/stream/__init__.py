@@ -6,7 +6,7 @@ In the order the data meets them: `sources.py`, `options.py`, `world.py`, `proce
 `counting.py`, `datasets.py` (manifests and indexes: what the plan asks, where bytes lie), `planning.py`, `length.py`
 (how many batches), `pipeline.py` (plan -> bytes -> batches), `position.py`, `state.py` (where they stand), `rows.py`
 (samples, holes and fillers), `raw.py` (the same without a processor), `collators.py` (packed or padded),
-`label_counts.py` (what a loss is divided by), `dataset.py` (the IterableDataset).
+`label_counts.py` (what a loss is divided by), `dataset.py` (the IterableDataset), `consumers.py` (who iterates).
 """
 
 from __future__ import annotations
