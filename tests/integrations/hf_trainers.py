@@ -1,0 +1,100 @@
+"""The examples for transformers, TRL and accelerate, as trainers under test."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    from vlm_stream.testing.conformance import Run
+
+
+class Tell(TrainerCallback):
+    """Tells what Trainer has counted, as soon as it has."""
+
+    def __init__(self, run: Run, loader: Any) -> None:
+        self.run, self.loader = run, loader
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.run.tell(length=len(self.loader), total_steps=state.max_steps)
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """Plain SGD on the CPU without clipping: gradients are compared."""
+    saving = {"save_strategy": "no"} if run.save_after is None else {"save_steps": run.save_after}
+    return {
+        "optim": "sgd",
+        "learning_rate": run.learning_rate,
+        "max_grad_norm": 0,
+        "max_steps": -1 if run.max_steps is None else run.max_steps,
+        "num_train_epochs": 1,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        **saving,
+    }
+
+
+def transformers_trainer(run: Run) -> None:
+    from examples import transformers_trainer as example
+
+    _train(run, example)
+
+
+def trl_sft(run: Run) -> None:
+    from examples import trl_sft as example
+
+    _train(run, example, gradient_checkpointing=False, bf16=False)
+
+
+def _train(run: Run, example: Any, **more: Any) -> None:
+    loader = run.loader()
+    trainer = example.train(
+        loader,
+        run.model(),
+        run.folder,
+        eval_loader=run.eval_loader(),
+        resume=run.resume,
+        callbacks=[Tell(run, loader)],
+        **settings(run),
+        **more,
+    )
+    losses = {trainer.evaluate()["eval_loss"] for _ in range(run.evaluations)}
+    assert len(losses) <= 1
+    end(trainer)
+
+
+def end(trainer: Any) -> None:
+    """End the process group once gloo's threads have let go of their tensors.
+
+    They need the interpreter's lock for it, and the group, which is freed with the model, waits for them without giving
+    it away.
+    """
+    time.sleep(0.2)
+    trainer.end()
+
+
+def accelerate_loop(run: Run) -> None:
+    from accelerate import Accelerator
+
+    from examples import accelerate_loop as example
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=run.accumulation)
+    loader, eval_loader = run.loader(), run.eval_loader()
+    run.tell(length=len(loader), total_steps=len(loader) // run.accumulation)
+    model = example.train(
+        accelerator,
+        loader,
+        run.model(),
+        run.folder,
+        learning_rate=run.learning_rate,
+        save_after=run.save_after,
+        resume=run.resume,
+    )
+    losses = {example.evaluate(accelerator, eval_loader, model) for _ in range(run.evaluations)}
+    assert len(losses) <= 1
+    time.sleep(0.2)
+    accelerator.end_training()
