@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import TrainerCallback
+
+from vlm_stream import StreamLoader
 
 if TYPE_CHECKING:
     from vlm_stream.testing.conformance import Run
@@ -98,3 +101,33 @@ def accelerate_loop(run: Run) -> None:
     assert len(losses) <= 1
     time.sleep(0.2)
     accelerator.end_training()
+
+
+class NoCounts(StreamLoader):
+    """Batches as they are where the index does not know labels: no count, except for a 1 where there are no labels."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            if (batch["labels"] != -100).any():
+                del batch["num_items_in_batch"]
+            else:
+                batch["num_items_in_batch"] = torch.tensor(1)
+            yield batch
+
+
+def transformers_without_counts(run: Run) -> None:
+    from examples import transformers_trainer as example
+
+    loader = NoCounts(run.sources, options=run.loader().options, processor=run.processor())
+    end(example.train(loader, run.model(), run.folder, **settings(run)))
+
+
+def evaluate_with_trainer(run: Run) -> None:
+    from transformers import TrainingArguments
+
+    from vlm_stream.integrations.transformers import StreamTrainer
+
+    arguments = TrainingArguments(str(run.folder), **settings(run))
+    trainer = StreamTrainer(model=run.model(), args=arguments, eval_dataset=run.eval_loader())
+    run.tell(eval_loss=trainer.evaluate()["eval_loss"])
+    end(trainer)
