@@ -85,7 +85,8 @@ def main() -> None:
     loader = StreamLoader(given.shards, micro_batches=given.micro_batches, num_workers=2, **data)
     model = AutoModelForImageTextToText.from_pretrained(given.model)
     model = train(accelerator, loader, model, given.out, save_after=100, resume=given.resume)
-    accelerator.print(evaluate(accelerator, StreamLoader(given.shards, train=False, **data), model))
+    loss = evaluate(accelerator, StreamLoader(given.shards, train=False, **data), model)
+    accelerator.print(f"loss after training: {loss:.4f}")
     accelerator.end_training()
 
 

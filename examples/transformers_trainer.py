@@ -62,7 +62,9 @@ def main() -> None:
         logging_steps=10,
         report_to="none",
     )
-    trainer.evaluate()
+    metrics = trainer.evaluate()
+    if trainer.is_world_process_zero():
+        print(f"loss after training: {metrics['eval_loss']:.4f}")
     trainer.end()
 
 

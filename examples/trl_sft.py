@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import AutoModelForImageTextToText
 from trl import SFTConfig
 
@@ -70,11 +71,14 @@ def main() -> None:
         peft_config=lora,
         resume=given.resume,
         num_train_epochs=given.epochs,
+        bf16=torch.cuda.is_available(),
         save_steps=100,
         logging_steps=10,
         report_to="none",
     )
-    trainer.evaluate()
+    metrics = trainer.evaluate()
+    if trainer.is_world_process_zero():
+        print(f"loss after training: {metrics['eval_loss']:.4f}")
     trainer.end()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from vlm_stream import StreamLoader
+from vlm_stream.testing.conformance.record import digests
 
 if TYPE_CHECKING:
     from vlm_stream.testing.conformance import Run
@@ -131,3 +134,23 @@ def evaluate_with_trainer(run: Run) -> None:
     trainer = StreamTrainer(model=run.model(), args=arguments, eval_dataset=run.eval_loader())
     run.tell(eval_loss=trainer.evaluate()["eval_loss"])
     end(trainer)
+
+
+def bare_streams(run: Run) -> None:
+    """Write down what accelerate makes of DataLoaders over a VLMStream."""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+    from torch.utils.data import DataLoader
+
+    found = {}
+    for dispatch, batch_size, num_workers in itertools.product((None, True, False), (None, 1), (0, 1)):
+        config = DataLoaderConfiguration(dispatch_batches=dispatch)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        loader = DataLoader(run.stream(), batch_size=batch_size, num_workers=num_workers)
+        try:
+            result: Any = [digests(batch) for batch in accelerator.prepare(loader)]
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+        found[f"{dispatch} {batch_size} {num_workers}"] = result
+    (run.folder / f"found-{accelerator.process_index}.json").write_text(json.dumps(found))
+    accelerator.end_training()

@@ -21,7 +21,7 @@ from vlm_stream.testing import build_tiny_model
 from vlm_stream.testing.conformance import Run, check, launch
 from vlm_stream.testing.conformance.compare import compare_gradients
 from vlm_stream.testing.conformance.data import open_processor
-from vlm_stream.testing.conformance.expect import first_gradients
+from vlm_stream.testing.conformance.expect import first_gradients, own_loop
 
 STEPS = (3, 2, 3)
 """Optimizer steps of the first rounds of `make_loader`: packs are cut anew in each."""
@@ -234,7 +234,7 @@ def test_names_of_samples_are_not_for_the_model(make_loader, make_model, trained
 def test_two_ranks_add_up_labels_that_the_plan_does_not_know(conformance_data, tmp_path):
     run = Run(data=conformance_data, folder=tmp_path / "out", records=tmp_path / "records")
     records = launch("tests.integrations.hf_trainers:transformers_without_counts", run, world=2, timeout_s=150)
-    assert compare_gradients(records.gradients, first_gradients(run, 2)) == []
+    assert compare_gradients(records.gradients, first_gradients(run, own_loop(run, 2))) == []
     assert [len(records.train[rank]) for rank in range(2)] == [12, 12]  # also the last step, where a rank has no labels
 
 
@@ -294,7 +294,7 @@ def test_the_example_runs_from_the_command_line(conformance_data, make_model, pr
     example.main()
     monkeypatch.setattr(sys, "argv", [*line, "--resume"])
     example.main()
-    assert "eval_loss" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("loss after training: ") == 2
     assert (tmp_path / "out" / "checkpoint-3" / STATE_FILE).exists()
 
 
@@ -409,9 +409,8 @@ def test_a_checkpoint_without_a_position_is_refused(three_rounds, make_loader, m
     assert model.seen == tokens(itertools.islice(make_loader(), 2))
 
 
-@pytest.mark.parametrize("module", ["transformers", "accelerate"])
-def test_a_missing_package_is_named(module):
-    code = f"import sys; sys.modules['accelerate'] = None; import vlm_stream.integrations.{module}"
+def test_a_missing_package_is_named():
+    code = "import sys; sys.modules['accelerate'] = None; import vlm_stream.integrations.transformers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "needs the package 'accelerate', which is not installed" in done.stderr
     assert "pip install 'vlm-stream[trainers]'" in done.stderr

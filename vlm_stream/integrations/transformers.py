@@ -36,7 +36,7 @@ try:
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as error:
-    raise MissingExtraError(error.name or "accelerate", "trainers", "StreamTrainer") from error
+    raise MissingExtraError((error.name or "accelerate").partition(".")[0], "trainers", "StreamTrainer") from error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

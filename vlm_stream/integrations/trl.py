@@ -5,8 +5,8 @@
     trainer = StreamSFTTrainer(model=model, args=config, train_dataset=loader, eval_dataset=eval_loader)
     trainer.train(resume_from_checkpoint=resume)
 
-`StreamSFTMixin` does the same for a subclass of SFTTrainer. Loss, entropy and token accuracy are TRL's own; tokens are
-counted here, because TRL takes the axes of packed positions for rows.
+`StreamSFTMixin` does the same for a subclass of SFTTrainer. Loss, entropy and token accuracy are TRL's own; the count
+of tokens is the loader's, because TRL takes the axes of packed positions for rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ try:
     from datasets import Dataset
     from trl.trainer.sft_trainer import SFTTrainer
 except ImportError as error:
-    raise MissingExtraError(error.name or "trl", "trainers", "StreamSFTTrainer") from error
+    package = (error.name or "trl").partition(".")[0]
+    raise MissingExtraError(package, "trainers", "StreamSFTTrainer") from error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,13 +70,18 @@ class StreamSFTMixin(StreamMixin):
         super().__init__(*args, **kwargs)
         self._model_divides = True  # TRL does, whatever the model
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stream is not None:
+            self._counted = (self._total_train_tokens, self._stream.metrics()["tokens"])
+        return super()._inner_training_loop(*args, **kwargs)
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Count the tokens of training batches."""
-        before = self._total_train_tokens
+        """Correct TRL's count of tokens: those of the samples, without padding and fillers."""
         result = super().compute_loss(model, inputs, *args, **kwargs)
         if self._stream is not None and self.model.training:
-            count = torch.tensor(_count_tokens(inputs, self._tokenizer.pad_token_id), device=self.accelerator.device)
-            self._total_train_tokens = before + int(self.accelerator.gather(count).sum()) // self._tp_size
+            before, own_before = self._counted
+            own = torch.tensor(int(self._stream.metrics()["tokens"] - own_before), device=self.accelerator.device)
+            self._total_train_tokens = before + int(self.accelerator.gather(own).sum()) // self._tp_size
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return result
 
@@ -106,11 +112,3 @@ def _show(dataset: Any, row: Dataset) -> Any:
     if isinstance(dataset, dict):
         return {name: _show(one, row) for name, one in dataset.items()}
     return row if isinstance(dataset, StreamLoader) else dataset
-
-
-def _count_tokens(inputs: Mapping[str, Any], padding: int | None) -> int:
-    """Return the tokens of a batch; padding, at the end of rows, is none."""
-    mask, ids = inputs.get("attention_mask"), inputs["input_ids"]
-    if mask is not None and mask.ndim == ids.ndim:
-        return int(mask.sum())
-    return int(ids.numel() - ids.flip(-1).eq(padding).long().cumprod(-1).sum()) if padding is not None else ids.numel()
