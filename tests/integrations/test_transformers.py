@@ -86,7 +86,8 @@ def logged(trainer, name):
 
 @pytest.mark.trainers
 def test_the_example_conforms(conformance_data, tmp_path):
-    report = check("tests.integrations.hf_trainers:transformers_trainer", tmp_path, data=conformance_data)
+    function = "tests.integrations.hf_trainers:transformers_trainer"
+    report = check(function, tmp_path, data=conformance_data, num_workers=1)
     assert set(report.results.values()) == {"yes"}
 
 
@@ -153,6 +154,15 @@ def test_steps_may_go_beyond_the_first_round(make_loader, make_model, tmp_path):
     loader = make_loader()
     assert model.seen == tokens(itertools.islice((batch for _ in STEPS for batch in loader), 12))
     assert trainer.state.epoch == pytest.approx(2 + 1 / 3)
+
+
+def test_training_again_goes_on_with_the_next_round(make_loader, make_model, tmp_path):
+    arguments = example.TrainingArguments(str(tmp_path), gradient_accumulation_steps=2, num_train_epochs=1, **SETTINGS)
+    model, loader = make_model(), make_loader(num_workers=1)
+    trainer = StreamTrainer(model, arguments, None, loader)  # by position, as Trainer takes it
+    assert [trainer.train().global_step for _ in STEPS] == list(STEPS)
+    loader = make_loader()
+    assert model.seen == tokens(batch for _ in STEPS for batch in loader)
 
 
 def test_steps_over_an_endless_stream_are_saved_and_resumed(make_loader, make_model, tmp_path):

@@ -92,9 +92,12 @@ def check_no_trl(trainer: type) -> None:
 
 def check_arguments(trainer: Any, data_collator: Any) -> None:
     """Refuse arguments that contradict a loader; name those that are ignored."""
-    args, train = trainer.args, trainer.train_dataset
-    for loader in find_loaders({"eval_dataset": trainer.eval_dataset}):
+    args, train, held_out = trainer.args, trainer.train_dataset, trainer.eval_dataset
+    eval_loaders = find_loaders({"eval_dataset": held_out})
+    for loader in eval_loaders:
         check_eval_loader(loader)
+    if not isinstance(train, StreamLoader) and not eval_loaders:
+        return
     if args.n_gpu > 1:
         raise ConfigError(
             f"Trainer would spread each batch over {args.n_gpu} GPUs with nn.DataParallel, which cuts all tensors by "
@@ -103,7 +106,7 @@ def check_arguments(trainer: Any, data_collator: Any) -> None:
         )
     if not isinstance(train, StreamLoader):
         return
-    if data_collator is not None and all(isinstance(one, StreamLoader) for one in _each(trainer.eval_dataset)):
+    if data_collator is not None and len(eval_loaders) == len(_each(held_out)):
         raise ConfigError(
             "data_collator is given, but the batches of a StreamLoader are finished, so it would never be called; "
             "leave it out, or give the StreamLoader a collate_fn"

@@ -64,31 +64,32 @@ class StreamMixin(_Base):  # type: ignore[misc]
     model_accepts_loss_kwargs: bool
 
     def __init__(self, *args: Any, train_dataset: Any = None, eval_dataset: Any = None, **kwargs: Any) -> None:
-        """Take what the trainer takes, the datasets by keyword; refuse what would be ignored or would cut batches."""
+        """Take what the trainer takes, loaders by keyword; refuse what would be ignored or would cut batches."""
         datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         checks.check_datasets(datasets)
         self._begin = _Begin()
         self._shown_epochs = 0
+        self._weights: str | None = None
         self._batches: Iterator[Any] = iter(())
         self._fetched = (-1, 0)
         """For which step batches were taken last, and how many."""
         self._eval_losses: list[tuple[torch.Tensor, float, int]] | None = None
         """Of the evaluation that runs: of each batch its loss, what it was divided by, and its labels."""
         self._eval_divisor: float | None = None
-        if checks.find_loaders(datasets):
-            checks.check_release(type(self))
-            super().__init__(*args, **self._shown_datasets(datasets, args, kwargs), **kwargs)
-            self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-            checks.check_arguments(self, kwargs.get("data_collator"))
-        else:
-            super().__init__(*args, **datasets, **kwargs)
+        shown = self._shown_datasets(datasets, args, kwargs) if checks.find_loaders(datasets) else datasets
+        super().__init__(*args, **{name: value for name, value in shown.items() if value is not None}, **kwargs)
+        for name, dataset in datasets.items():
+            if dataset is not None:
+                setattr(self, name, dataset)
         self._model_divides = self.model_accepts_loss_kwargs
         """Whether the model divides its loss by a count that it is given. Most vision-language models do not."""
         if self._stream is not None:
             self.model_accepts_loss_kwargs = True  # they are given one here, see `compute_loss`
+        checks.check_arguments(self, kwargs.get("data_collator"))
 
     def _shown_datasets(self, datasets: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         """Return the datasets that the trainer's constructor is shown, which gets these arguments too."""
+        checks.check_release(type(self))
         checks.check_no_trl(type(self))
         return datasets
 
@@ -236,7 +237,7 @@ class StreamMixin(_Base):  # type: ignore[misc]
         labels: torch.Tensor | None = batch.get("labels")
         if labels is None:
             return torch.tensor(0)
-        return (labels[..., 1:] if self._loss_shifts_labels else labels).ne(IGNORE).sum()
+        return labels[..., 1:].ne(IGNORE).sum()  # the loss shifts them
 
     # Evaluation
 

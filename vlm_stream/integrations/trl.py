@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from vlm_stream.errors import ConfigError, MissingExtraError
+from vlm_stream.integrations import trainer_checks as checks
 from vlm_stream.integrations.transformers import StreamMixin
 from vlm_stream.loader import StreamLoader
 from vlm_stream.stream.processors import open_processor
@@ -53,6 +54,7 @@ class StreamSFTMixin(StreamMixin):
 
         The row says that there are images, so that TRL leaves the data alone. The processor is by default the loader's.
         """
+        checks.check_release(type(self))
         loader = datasets["train_dataset"]
         if not isinstance(loader, StreamLoader):
             raise ConfigError(
@@ -66,7 +68,7 @@ class StreamSFTMixin(StreamMixin):
         return {name: _show(dataset, row) for name, dataset in datasets.items()}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take what the trainer takes, the datasets by keyword."""
+        """Take what the trainer takes, loaders by keyword."""
         super().__init__(*args, **kwargs)
         self._model_divides = True  # TRL does, whatever the model
 
