@@ -6,8 +6,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 BENCH  := .venv-bench
+AUTOMODEL := .venv-automodel
 
-.PHONY: demo test trainers check format clean bench bench-full bench-setup
+.PHONY: demo test trainers check format clean bench bench-full bench-setup automodel-setup
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python -m vlm_stream.testing.demo --out demo-out
@@ -17,6 +18,8 @@ test: $(VENV)/.installed-dev $(VENV)/.system
 
 # Each trainer once, in real processes that are killed and resumed: within 15 minutes on two cores.
 trainers: $(VENV)/.installed-dev
+	@$(MAKE) --no-print-directory $(AUTOMODEL)/.installed || \
+		echo "NeMo Automodel could not be installed: the tests with its recipe are skipped"
 	$(BIN)/python -m pytest -m trainers
 
 check: $(VENV)/.installed-dev
@@ -39,11 +42,13 @@ bench-full: $(BENCH)/.installed
 
 bench-setup: $(BENCH)/.installed
 
+automodel-setup: $(AUTOMODEL)/.installed
+
 clean:
-	rm -rf $(VENV) $(BENCH) demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(BENCH) $(AUTOMODEL) demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Every process of an environment, workers too, must be able to import torchvision beside a CPU torch.
-$(VENV)/bin/python $(BENCH)/bin/python: %/bin/python:
+$(VENV)/bin/python $(BENCH)/bin/python $(AUTOMODEL)/bin/python: %/bin/python:
 	$(PYTHON) -m venv $* || python3 -m venv $*
 	@site=$$($@ -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 		cp vlm_stream/testing/torchvision_shim.py $$site/_torchvision_shim.py && \
@@ -68,4 +73,12 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(BENCH)/.installed: benchmarks/peers/requirements.txt benchmarks/peers/requirements-no-deps.txt | $(BENCH)/bin/python
 	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers/requirements.txt -e '.[video]'
 	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers/requirements-no-deps.txt
+	@touch $@
+
+# NeMo Automodel pins releases that other trainers do not work with: it stands in an environment of its own, without its
+# dependencies, and sees those of the first. What its VLM recipe cannot be imported without comes with it.
+$(AUTOMODEL)/.installed: tests/integrations/requirements-automodel.txt | $(VENV)/.installed-dev $(AUTOMODEL)/bin/python
+	$(AUTOMODEL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@purelib='import sysconfig; print(sysconfig.get_path("purelib"))' && \
+		{ $(BIN)/python -c "$$purelib"; pwd; } > "$$($(AUTOMODEL)/bin/python -c "$$purelib")/first_environment.pth"
 	@touch $@

@@ -72,7 +72,7 @@ def test_all_kept():
     assert [item["cursor"] for item in kept] == list(range(NUM_ITEMS))
 
 
-def test_without_the_right_to_look_tensors_travel_as_torch_sends_them(monkeypatch):
+def test_without_the_right_to_look_tensors_travel_in_messages(monkeypatch):
     monkeypatch.setattr(blocks, "_can_look_into", lambda _pid: False)
     kept, _ = run(2)
     assert kept
@@ -82,7 +82,7 @@ def test_without_the_right_to_look_tensors_travel_as_torch_sends_them(monkeypatc
 @pytest.mark.parametrize(
     ("call", "error"), [("posix_fallocate", "No space left on device"), ("memfd_create", "Too many open files")]
 )
-def test_when_memory_or_files_are_short_tensors_travel_as_torch_sends_them(monkeypatch, call, error):
+def test_when_memory_or_files_are_short_tensors_travel_in_messages(monkeypatch, call, error):
     def refuse(*_):
         raise OSError(error)
 

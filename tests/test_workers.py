@@ -226,13 +226,14 @@ def test_closing_early_leaves_no_process():
             os.kill(pid, 0)
 
 
+@pytest.mark.parametrize("job", ["Numbers()", "big_items"])
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
-def test_workers_end_with_their_parent(start_method):
+def test_workers_end_with_their_parent(start_method, job):
     code = (
         "import os, signal, sys; sys.path.insert(0, os.getcwd());"
-        "from tests.test_workers import Numbers; from vlm_stream.workers import WorkerOptions, WorkerPool;"
+        "from tests.test_workers import Numbers, big_items; from vlm_stream.workers import WorkerOptions, WorkerPool;"
         f"options = WorkerOptions(num_workers=2, start_method='{start_method}');"
-        "pool = WorkerPool(Numbers(), 0, options); items = pool.items(lambda: 0); next(items);"
+        f"pool = WorkerPool({job}, 0, options); items = pool.items(lambda: 0); next(items);"
         "print(*pool.pids(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -249,3 +250,33 @@ def is_running(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def big_items(cursor, first, stride):
+    """Items that are much larger than what a connection holds."""
+    for number in range(cursor + first, COUNT, stride):
+        yield number, bytes(20_000_000)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_workers_lost_in_the_middle_of_messages_are_replaced(how):
+    pool = WorkerPool(big_items, 0, WorkerOptions(num_workers=2, hang_s=2.0, max_restarts=COUNT))
+    seen = []
+    for number, _ in pool.items(lambda: seen[-1] + 1 if seen else 0):
+        seen.append(number)
+        if number % 10 == 3:
+            os.kill(pool.pids()[number // 10 % 2], how)
+    assert seen == list(range(COUNT))
+    assert pool.num_restarts >= 2
+
+
+def test_workers_that_die_behind_their_last_item_hang_nobody():
+    pool = WorkerPool(Numbers(), 0, WorkerOptions(num_workers=2, prefetch=COUNT))
+    seen = []
+    for number, _ in pool.items(lambda: seen[-1] + 1 if seen else 0):
+        seen.append(number)
+        if number == COUNT - 1:
+            for pid in pool.pids():
+                os.kill(pid, signal.SIGKILL)
+    assert seen == list(range(COUNT))
+    assert pool.pids() == []

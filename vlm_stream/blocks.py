@@ -8,11 +8,13 @@ No more than a few are kept: what a trainer that holds many batches needs beyond
 
 Blocks are files without a name (`memfd`), opened by the parent through the worker's entry in /proc: nothing is left
 behind by a kill, and a hung worker need not be asked. Where that cannot be done (not Linux, no right to look at the
-worker), there are no blocks, and tensors travel as torch sends them.
+worker, no memory left), there are no blocks, and tensors travel in the messages themselves, as small ones always do.
+Nothing goes through the shared memory of torch, whose segments have names and stay when a process is killed.
 """
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import weakref
@@ -20,14 +22,19 @@ from collections import deque
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-__all__ = ["BlockReader", "allocate_block", "offer_blocks"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["BlockPool", "BlockReader", "allocate_block", "offer_blocks"]
 
 _MIN_BYTES: Final = 1 << 22
+_LARGE_BYTES: Final = 1 << 18
+"""From here on a tensor that lies elsewhere is copied into a block to be sent."""
 _KEPT_BLOCKS: Final = 16
 _MAPPING: Final = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 """All pages at once: asked for one by one, by faults, they take several times as long."""
@@ -52,26 +59,27 @@ class _Block:
         return not self.is_held and self.num_sent == self.num_dropped
 
 
-class _Pool:
+class BlockPool:
     """The blocks of a worker."""
 
-    def __init__(self, returned: Any) -> None:
-        self._returned = returned
+    def __init__(self, pull: Callable[[], None]) -> None:
+        self._pull = pull
         self._blocks: dict[int, _Block] = {}
         self._num_made = 0
         self._at: dict[int, _Block] = {}
         """Blocks that are held, by address."""
-        self._is_welcome = False
+        self.is_welcome = False
+        """Whether the parent can read blocks."""
+
+    def take_back(self, returned: Iterable[tuple[int, int]]) -> None:
+        """Note blocks that the parent has dropped: the number of each, and of the last tensor in it that was sent."""
+        for number, num_dropped in returned:
+            self._blocks[number].num_dropped = num_dropped
 
     def allocate(self, num_bytes: int) -> torch.Tensor | None:
         """Return bytes of a block; None where the parent cannot read blocks, or memory is short."""
-        while not self._returned.empty():
-            returned = self._returned.get()
-            if returned is None:
-                self._is_welcome = True
-            else:
-                number, self._blocks[number].num_dropped = returned
-        if not self._is_welcome:
+        self._pull()
+        if not self.is_welcome:
             return None
         block = self._take(num_bytes)
         if block is None:
@@ -116,18 +124,25 @@ class _Pool:
         block.is_held = False
 
     def reduce(self, tensor: torch.Tensor) -> Any:
-        """Pickle a tensor: by its place if it lies in a block, else as torch does."""
-        from torch.multiprocessing.reductions import reduce_tensor
-
+        """Pickle a tensor: by its place in a block, or its bytes if it is small; others as torch saves them."""
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        if is_plain and tensor.device.type == "cpu" and not tensor.requires_grad:
-            block = self._at.get(tensor.untyped_storage().data_ptr())
-            if block is not None:
-                block.num_sent += 1
-                form = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-                place = (block.number, block.num_sent, block.descriptor, block.size)
-                return _rebuild, (os.getpid(), place, form)
-        return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+        if not is_plain or tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+            file = io.BytesIO()
+            torch.save(tensor, file)
+            return _load, (file.getvalue(),)
+        block = self._at.get(tensor.untyped_storage().data_ptr())
+        if block is None and tensor.nbytes >= _LARGE_BYTES:
+            memory = self.allocate(tensor.nbytes)
+            if memory is not None:
+                tensor = memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                block = self._at[memory.untyped_storage().data_ptr()]
+        if block is None:
+            data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            return _from_bytes, (data, tensor.dtype, tuple(tensor.shape))
+        block.num_sent += 1
+        form = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        place = (block.number, block.num_sent, block.descriptor, block.size)
+        return _rebuild, (os.getpid(), place, form)
 
 
 def _rounded(num_bytes: int) -> int:
@@ -136,52 +151,57 @@ def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // step) * step
 
 
-_pool: _Pool | None = None
+_pool: BlockPool | None = None
 _readers: dict[int, BlockReader] = {}
 
 
-def offer_blocks(returned: Any) -> None:
-    """Let this worker send tensors in blocks, once the parent has said through `returned` that it can read them."""
+def offer_blocks(pull: Callable[[], None]) -> BlockPool:
+    """Let this worker send tensors in blocks; `pull` reads what the parent has to say before one is chosen."""
     global _pool
     for reader in list(_readers.values()):
         reader.close()  # inherited by a fork: the memory of other workers would live as long as this one
-    _pool = _Pool(returned)
-    ForkingPickler.register(torch.Tensor, _pool.reduce)
+    _pool = BlockPool(pull)
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        ForkingPickler.register(kind, _pool.reduce)
+    return _pool
 
 
 def allocate_block(num_bytes: int) -> torch.Tensor | None:
-    """Return a tensor of bytes, of any values, in a block; None in processes that offer none."""
-    return None if _pool is None or not num_bytes else _pool.allocate(num_bytes)
+    """Return a tensor of bytes, of any values, in a block if one can be had; None in processes that offer none."""
+    if _pool is None or not num_bytes:
+        return None
+    block = _pool.allocate(num_bytes)
+    return torch.empty(num_bytes, dtype=torch.uint8) if block is None else block
 
 
 class BlockReader:
     """The parent's side: reads the blocks of one worker and gives them back."""
 
-    def __init__(self, pid: int, returned: Any) -> None:
-        """Look whether the worker's blocks can be opened, and tell it."""
+    def __init__(self, pid: int) -> None:
+        """Look whether the worker's blocks can be opened."""
         self._pid = pid
-        self._returned = returned
         self._pages: dict[int, mmap.mmap] = {}
         self._arrays: dict[int, weakref.ref[Any]] = {}
         self._num_sent: dict[int, int] = {}
         """Of each block that is to be given back, how many tensors in it were sent, up to the last that came."""
         self._dropped: deque[int] = deque()
         _readers[pid] = self
-        if hasattr(os, "memfd_create") and _can_look_into(pid):
-            returned.put(None)
+        self.can_read = hasattr(os, "memfd_create") and _can_look_into(pid)
 
-    def give_back(self) -> None:
-        """Send the worker the blocks of which the last tensor was dropped.
+    def to_return(self) -> list[tuple[int, int]]:
+        """Return the blocks of which the last tensor was dropped, for the worker.
 
-        Not done by whoever drops it: that may be the garbage collector, in the middle of anything.
+        Not sent by whoever drops it: that may be the garbage collector, in the middle of anything.
         """
+        returned = []
         while self._dropped:
             number = self._dropped.popleft()
             if self._arrays[number]() is not None or number not in self._num_sent:
                 continue  # another tensor in it has come meanwhile, or has come and gone and was told already
             if number >= _KEPT_BLOCKS:
                 self._pages.pop(number, None)
-            self._returned.put((number, self._num_sent.pop(number)))
+            returned.append((number, self._num_sent.pop(number)))
+        return returned
 
     def close(self) -> None:
         """Let go of the worker; tensors that are still in use keep their memory."""
@@ -217,6 +237,17 @@ def _can_look_into(pid: int) -> bool:
     except OSError:
         return False
     return entry is not None
+
+
+def _load(data: bytes) -> torch.Tensor:
+    tensor: torch.Tensor = torch.load(io.BytesIO(data), weights_only=True)
+    return tensor
+
+
+def _from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 
 
 def _rebuild(pid: int, place: tuple[int, int, int, int], form: tuple[Any, ...]) -> torch.Tensor:

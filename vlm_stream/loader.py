@@ -150,6 +150,8 @@ class StreamLoader:
         """Where it stood before each of the latest batches."""
         self._length: tuple[str, int] | None = None
         self._running: weakref.ref[_Iteration] | None = None
+        self._num_restarts = 0
+        """Of the workers of iterations that have ended."""
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], **overrides: Any) -> StreamLoader:
@@ -296,7 +298,7 @@ class StreamLoader:
         pool = self._pool
         return self._meter.numbers(pack_size=self.options.pack_size) | {
             "ready_batches": pool.num_ready() if pool is not None else 0,
-            "worker_restarts": pool.num_restarts if pool is not None else 0,
+            "worker_restarts": self._num_restarts + (pool.num_restarts if pool is not None else 0),
             "resident_megabytes": resident_bytes([os.getpid(), *self.worker_pids()]) / 1e6,
         }
 
@@ -382,7 +384,7 @@ class _Iteration:
             loader._handed_out(delivery)
         except StopIteration:
             loader._round_ended()
-            self._end()
+            self._stop()
             raise
         except BaseException as error:
             # The workers are past a batch that nobody got: only a new iterator can deliver it.
@@ -400,8 +402,13 @@ class _Iteration:
         """End the workers; batches that they have ready are built again by whoever goes on."""
         if self.is_open:
             self._why_closed = why
-            self._end()
+            self._stop()
             self._loader._place = self._loader._place._replace(position=self._loader._place.position.written())
+
+    def _stop(self) -> None:
+        self._end()
+        if self.pool is not None:
+            self._loader._num_restarts += self.pool.num_restarts
 
 
 class _Taken:

@@ -1,4 +1,4 @@
-"""Worker processes that outlive their own deaths.
+"""Worker processes; those that die or hang are replaced.
 
 Enters: a job that makes an iterator for (cursor, first, stride), and where to start. Leaves: its items in order, taken
 from the workers in turn. A worker that dies or hangs is replaced by a new one that starts at the cursor behind the last
@@ -9,20 +9,28 @@ A sample that ends its worker would do so for ever. Workers note which sample th
 counted for each, and the worker behind the second one leaves the sample out; behind the third, if it was killed by a
 signal that may have come from outside.
 
+A worker shares one duplex connection with its parent, its blocks of memory (see `blocks.py`), and nothing else: no
+queue, lock or event, which a killed process would keep for ever. Items come through the connection, and credits for
+more items and blocks that are free go back. The end of the connection is the sign of a death, on both sides. A thread
+for each worker reads, so that a message of which half has come blocks nobody.
+
 Not `torch.utils.data.DataLoader`: there one dead worker ends all of them, by an error that can be raised in the middle
 of the trainer's own code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import multiprocessing
 import os
 import queue
 import signal
+import threading
 import time
 import traceback
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -87,7 +95,7 @@ class _Failure:
 
 
 class _Worker:
-    """One process and the queue of its finished items."""
+    """One process, and its finished items."""
 
     def __init__(
         self,
@@ -97,22 +105,39 @@ class _Worker:
         prefetch: int,
         skipped: Mapping[SampleRef, str],
     ) -> None:
-        self.items: Any = context.Queue(maxsize=prefetch)
+        self.items: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Finished ones, pickled; None: the connection has ended."""
         self.note = SampleNote(context)
-        self._done = context.Event()
-        returned: Any = context.SimpleQueue()
+        self._connection, theirs = context.Pipe()
+        _connections.add(self._connection)
         parent = None if context.get_start_method() == "forkserver" else os.getpid()
-        channels = (self.items, self._done, returned)
-        arguments = (job, share, channels, parent, (self.note, dict(skipped)))
+        arguments = (job, share, theirs, parent, (self.note, dict(skipped)))
         self.process: Any = context.Process(  # type: ignore[attr-defined]
             target=_run, args=arguments, daemon=True, name="vlm-stream-worker"
         )
         self.process.start()
-        self.blocks = BlockReader(self.process.pid, returned)
+        theirs.close()
+        self.blocks = BlockReader(self.process.pid)
+        self._reading = threading.Thread(target=_read, args=(self._connection, self.items), daemon=True)
+        self._reading.start()
+        self._tell(prefetch)
+
+    def take(self, timeout_s: float) -> Any:
+        """Return the next item.
+
+        Raises:
+            queue.Empty: None came in that time.
+            EOFError: The worker is gone.
+        """
+        data = self.items.get(timeout=timeout_s)
+        if data is None:
+            raise EOFError
+        item = ForkingPickler.loads(data)
+        self._tell(1)
+        return item
 
     def close(self) -> None:
         """End the process, if need be by force."""
-        self._done.set()
         self.blocks.close()
         if self.process.is_alive():
             self.process.terminate()
@@ -120,8 +145,25 @@ class _Worker:
             if self.process.is_alive():
                 self.process.kill()
         self.process.join()
-        self.items.cancel_join_thread()
-        self.items.close()
+        self._reading.join(_JOIN_S)
+        self._connection.close()
+
+    def _tell(self, num_items: int) -> None:
+        """Let the worker make so many items more, and fill blocks again that nobody looks at."""
+        with contextlib.suppress(OSError):  # it is gone, which its items will tell
+            self._connection.send((num_items, self.blocks.can_read, self.blocks.to_return()))
+
+
+_connections: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The parent's ends. A worker that is forked closes its copies, or it would keep the others' connections open."""
+
+
+def _read(connection: Any, items: queue.SimpleQueue[bytes | None]) -> None:
+    """Read whatever a worker sends until its end of the connection is closed."""
+    with contextlib.suppress(OSError, EOFError):
+        while True:
+            items.put(connection.recv_bytes())
+    items.put(None)
 
 
 class WorkerPool:
@@ -129,11 +171,9 @@ class WorkerPool:
 
     def __init__(self, job: Job, cursor: Any, options: WorkerOptions) -> None:
         """Start the workers: number w makes the items w, w + n, ... behind the cursor."""
-        import torch.multiprocessing
-
         self._job = job
         self._options = options
-        self._context: Any = torch.multiprocessing.get_context(options.start_method)
+        self._context: Any = multiprocessing.get_context(options.start_method)
         self.num_restarts = 0
         self._deaths = _Deaths()
         self._workers: list[_Worker | None] = []
@@ -163,10 +203,7 @@ class WorkerPool:
 
     def num_ready(self) -> int:
         """Return how many finished items wait to be taken."""
-        try:
-            return sum(worker.items.qsize() for worker in self._workers if worker is not None)
-        except NotImplementedError:  # macOS cannot count a queue
-            return 0
+        return sum(worker.items.qsize() for worker in self._workers if worker is not None)
 
     def _start(self, cursor: Any, first: int) -> _Worker:
         share = (cursor, first, self._options.num_workers)
@@ -183,15 +220,14 @@ class WorkerPool:
             worker = self._workers[slot]
             assert worker is not None  # noqa: S101 - a closed pool has no more turns
             try:
-                worker.blocks.give_back()
-                item = ForkingPickler.loads(worker.items.get(timeout=_POLL_S))
+                item = worker.take(_POLL_S)
             except queue.Empty:
                 waited = time.monotonic() - begin
-                if worker.process.is_alive() and (self._options.hang_s is None or waited < self._options.hang_s):
+                if self._options.hang_s is None or waited < self._options.hang_s:
                     continue
                 self._replace(slot, cursor_behind(), f"has finished nothing for {waited:.0f} s")
                 begin = time.monotonic()
-            except (OSError, EOFError, RuntimeError) as error:  # mostly: it died while its tensors were on their way
+            except (OSError, EOFError, RuntimeError) as error:  # it died, maybe with blocks that were to be opened
                 worker.process.join(_JOIN_S)
                 self._replace(slot, cursor_behind(), f"sent a batch that could not be read ({error})")
                 begin = time.monotonic()
@@ -254,12 +290,11 @@ class _Deaths:
 
     def add(self, ref: SampleRef, exit_code: int | None) -> bool:
         """Count one; tell whether the sample is left out now. Without an exit code the worker had hung."""
+        if ref in self.skipped:  # by a worker that was started before; it counts as a restart, so that this has an end
+            return True
         self._counts[ref] += 1
         num_deaths = self._counts[ref]
         may_be_foreign = exit_code is not None and -exit_code in _FOREIGN_SIGNALS
-        if ref in self.skipped:  # a worker that was started before it was
-            self.num_settled += 1
-            return True
         if num_deaths < (_FOREIGN_DEATHS if may_be_foreign else _OWN_DEATHS):
             return False
         how = "hung" if exit_code is None else f"died ({_cause(exit_code)})"
@@ -294,54 +329,92 @@ def _raise(failure: _Failure) -> None:
 def _run(
     job: Job,
     share: tuple[Any, int, int],
-    channels: tuple[Any, Any, Any],
+    connection: Any,
     parent: int | None,
     watched: tuple[SampleNote, Mapping[SampleRef, str]],
 ) -> None:
-    """Be a worker: put items until there are no more, then wait, since tensors in the queue live in this process."""
+    """Be a worker: send items until there are no more, then wait, since their blocks live in this process."""
     import torch
-    import torch.multiprocessing
 
-    items, done, returned = channels
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for other in list(_connections):
+        other.close()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
-    # By name, not by descriptor: a descriptor must be asked of the worker, and a hung one never answers.
-    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    offer_blocks(returned)
+    outbox = _Outbox(connection)
     watch_samples(*watched)
     try:
-        for item in job(*share):
-            if not _put(items, item, parent):
-                return
-        _put(items, _End, parent)
-    except BaseException as error:
-        text = traceback.format_exc()
-        _put(items, _Failure(error if _survives(error) else None, text), parent)
-    while _lives(parent) and not done.wait(_POLL_S):
-        pass
-    items.cancel_join_thread()
-
-
-def _put(items: Any, item: Any, parent: int | None) -> bool:
-    """Put one item; give up when the parent is gone.
-
-    It is pickled here: the queue's own thread drops what cannot be pickled, and the next item would take its place.
-    """
-    try:
-        data = bytes(ForkingPickler.dumps(item))
-    except Exception as error:  # a class may fail in any way when it is taken apart
-        raise WorkerError(
-            f"a batch cannot be sent by its worker process ({type(error).__name__}: {error}), so the run ends here; "
-            f"its state is good. Let collate_fn return tensors, arrays, text and numbers, or set num_workers=0."
-        ) from error
-    while _lives(parent):
         try:
-            items.put(data, timeout=_POLL_S)
-        except queue.Full:
-            continue
+            for item in job(*share):
+                outbox.put(item)
+            outbox.put(_End)
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            if not outbox.is_open():
+                return
+            outbox.put(_failure(error))
+        except BaseException as error:
+            outbox.put(_failure(error))
+        outbox.wait()
+    except (EOFError, OSError):  # nobody is there to be told
+        return
+
+
+class _Outbox:
+    """A worker's side of its connection."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._num_wanted = 0
+        self._blocks = offer_blocks(self._pull)
+
+    def put(self, item: Any) -> None:
+        """Send one item once the parent wants one."""
+        try:
+            data = ForkingPickler.dumps(item)
+        except Exception as error:  # a class may fail in any way when it is taken apart
+            raise WorkerError(
+                f"a batch cannot be sent by its worker process ({type(error).__name__}: {error}), so the run ends "
+                f"here; its state is good. Let collate_fn return tensors, arrays, text and numbers, or set "
+                f"num_workers=0."
+            ) from error
+        while not self._num_wanted:
+            self._hear()
+        self._num_wanted -= 1
+        self._connection.send_bytes(data)
+
+    def wait(self) -> None:
+        """Listen until the parent has gone."""
+        while True:
+            self._hear()
+
+    def is_open(self) -> bool:
+        """Tell whether the parent is still there."""
+        try:
+            self._pull()
+        except (EOFError, OSError):
+            return False
         return True
-    return False
+
+    def _pull(self) -> None:
+        while self._connection.poll():
+            self._hear()
+
+    def _hear(self) -> None:
+        num_items, self._blocks.is_welcome, returned = self._connection.recv()
+        self._num_wanted += num_items
+        self._blocks.take_back(returned)
+
+
+def _failure(error: BaseException) -> _Failure:
+    return _Failure(error if _survives(error) else None, "".join(traceback.format_exception(error)))
+
+
+def _end_with(parent: int | None) -> None:
+    """End this process when its parent has gone, whatever it is waiting for."""
+    while _lives(parent):
+        time.sleep(_POLL_S)
+    os._exit(1)
 
 
 def _lives(parent: int | None) -> bool:

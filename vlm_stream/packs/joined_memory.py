@@ -39,6 +39,6 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, 
     if block is not None:
         tensor = block.view(dtype).view(tuple(shape))
         return tensor.zero_() if zeros else tensor
-    # The system hands a segment out filled with zeros.
+    # A worker of torch's: its parent maps the segment, which the system hands out filled with zeros.
     segment = torch.UntypedStorage._new_shared(num_bytes)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype).set_(segment, 0, tuple(shape))  # type: ignore[call-overload, no-any-return]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -93,15 +94,22 @@ def _from_distributed() -> World | None:
 
 
 def _from_ray_train() -> World | None:
-    """Return the rank that Ray Train gave this worker; a process that never imported it is none of its workers."""
+    """Return the rank that Ray Train gave this worker; a process that never imported it is none of its workers.
+
+    Outside of a worker the newer API raises; the older one warns and answers rank 0 of 1, but has no experiment's name.
+    """
     train = sys.modules.get("ray.train")
     if train is None:
         return None
-    try:
-        context = train.get_context()
-        rank, size = context.get_world_rank(), context.get_world_size()
-    except Exception:  # outside of a worker some releases raise, others answer None
-        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            context = train.get_context()
+            if context.get_experiment_name() is None:
+                return None
+            rank, size = context.get_world_rank(), context.get_world_size()
+        except (RuntimeError, DeprecationWarning):  # the latter in a function that Ray Tune runs
+            return None
     return None if rank is None or size is None else World(rank, size, "Ray Train")
 
 

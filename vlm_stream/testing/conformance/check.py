@@ -193,7 +193,7 @@ def _compare_numbers(run: Run, got: Records, want: Expected, part: slice, *, who
 def _resume(function: str, run: Run, world: int, name: str, how: dict[str, Any]) -> Records:
     """Resume from a copy of the checkpoints, so that each resume finds what the killed run left."""
     copy = run.folder.with_name(f"checkpoints-{name}")
-    shutil.copytree(run.folder, copy)
+    shutil.copytree(run.folder, copy, symlinks=True)
     again = replace(
         run,
         folder=copy,

@@ -159,10 +159,10 @@ def compare_gradients(got: Mapping[int, Mapping[str, Any]], want: Mapping[str, A
         missing = sorted(set(want) - set(mine))
         if missing:
             problems.append(f"rank {rank}: {len(missing)} of {len(want)} parameters have no gradient: {missing[0]}")
-        off = {name: _largest(mine[name] - want[name]) / largest for name in want if name in mine}
+        off = {name: _largest(mine[name].double() - want[name]) / largest for name in want if name in mine}
         worst = max(off, key=lambda name: off[name], default="")
         if worst and off[worst] > _TOLERANCE:
-            factor = float((mine[worst] * want[worst]).sum() / (want[worst] ** 2).sum())
+            factor = float((mine[worst].double() * want[worst]).sum() / (want[worst] ** 2).sum())
             problems.append(
                 f"rank {rank}: gradients differ from those of one big batch by {off[worst]:.1e} of the largest "
                 f"(allowed: {_TOLERANCE:.0e}), most in {worst}, where they are about {factor:.4f} times the right. "

@@ -64,7 +64,8 @@ def evaluate(run: Run, world: int) -> Expected:
 def first_gradients(run: Run, want: Expected) -> dict[str, Any]:
     """Return the gradients of the first step of our own loop, computed from one big batch of the same rows.
 
-    Its loss is the model's own mean over all labels: no accumulation, no ranks, no label counts.
+    Its loss is the model's own mean over all labels: no accumulation, no ranks, no label counts. In float64, so that
+    what differs is the trainer's.
     """
     from vlm_stream.testing.models import build_tiny_model
 
@@ -78,7 +79,8 @@ def first_gradients(run: Run, want: Expected) -> dict[str, Any]:
             "cannot be compared; leave `barrier`, `horizon` and the like as they are in `Run.options`"
         )
     batch.pop("num_items_in_batch", None)
-    model = build_tiny_model("qwen2_5_vl", run.processor())
+    batch = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+    model = build_tiny_model("qwen2_5_vl", run.processor()).double()
     model(**batch, use_cache=False).loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

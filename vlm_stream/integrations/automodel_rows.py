@@ -1,0 +1,162 @@
+"""Batches in the form that NeMo Automodel's VLM trainer takes: labels shifted, documents numbered, pixels in bfloat16.
+
+Enters: rows of encoded samples and the processor, as `collate_fn` of a stream is given them. Leaves: the names, shapes
+and types of the recipe's own packed and padded collation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import torch
+from torch.nn.functional import pad
+
+from vlm_stream.collate import neat_packed_vlm_collater, packed_sequence_thd_vlm_collater, pad_collate_fn
+from vlm_stream.collate.packed import block_causal_mask
+from vlm_stream.collate.rows import pad_id_of
+from vlm_stream.packs import (
+    PositionRule,
+    build_packed_vlm_sample,
+    count_documents,
+    count_media,
+    cu_seqlens,
+    shift_sample,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vlm_stream.packs.hf_pack import Positions
+
+__all__ = ["PackedAs", "PackedRows", "PaddedRows"]
+
+PackedAs: TypeAlias = Literal["block_causal", "document_ids", "flash_varlen", "thd"]
+_PIXELS: Final = ("pixel_values", "pixel_values_videos")
+
+
+class _Family:
+    """The position rule of a family, read when its processor is known."""
+
+    def __init__(self, model_config: Any = None) -> None:
+        self._model_config = model_config
+        self._rules: list[Positions | None] = []
+
+    def rule(self, processor: Any) -> Positions | None:
+        if not self._rules:
+            config = self._model_config
+            rule = PositionRule.from_processor(processor) if config is None else PositionRule.from_config(config)
+            self._rules.append(rule)
+        return self._rules[0]
+
+
+class PaddedRows:
+    """One sample a row in the form of the recipe's collation: padded, labels shifted, pixels in bfloat16.
+
+    With fake images the rows have positions too: a model would skip the hidden tokens of such an image and give its
+    grid to the next row.
+    """
+
+    def __init__(self, *, with_positions: bool = False, model_config: Any = None) -> None:
+        """Keep the settings."""
+        self._family = _Family(model_config) if with_positions else None
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]], processor: Any) -> dict[str, Any]:
+        """Return the batch."""
+        batch = pad_collate_fn(samples, processor)
+        rule = None if self._family is None else self._family.rule(processor)
+        if rule is not None:
+            length = batch["input_ids"].shape[1]
+            axes = [_with_positions(sample, rule)["position_ids"][:, :length] for sample in samples]
+            batch["position_ids"] = torch.stack([pad(one, (0, length - one.shape[1])) for one in axes], dim=1)
+        return batch
+
+
+class PackedRows:
+    """Packed rows in the form of the recipe's own packed collation: called with rows of samples and the processor.
+
+    Labels are shifted within each document; `_packed_seq_ids` numbers the documents of a row; positions restart with
+    each of them and have three axes where the family has; pixels are bfloat16.
+    """
+
+    def __init__(
+        self,
+        *,
+        packed_as: PackedAs,
+        pack_size: int | None,
+        alignment: int = 1,
+        pad_rows: bool = False,
+        model_config: Any = None,
+        sequence_metadata: bool = False,
+    ) -> None:
+        """Keep the settings."""
+        self._form = packed_as
+        self._pack_size = pack_size or 0
+        self._alignment = alignment
+        self._pad_to = pack_size if pad_rows else None
+        self._family = _Family(model_config)
+        self._sequence_metadata = sequence_metadata
+
+    def __call__(self, rows: Sequence[Sequence[Mapping[str, Any]]], processor: Any) -> dict[str, Any]:
+        """Return the batch."""
+        pad_id, rule = pad_id_of(processor), self._family.rule(processor)
+        packs = [self._pack(row, pad_id, rule) for row in rows]
+        if self._form == "thd":
+            batch = packed_sequence_thd_vlm_collater(packs, pad_id, self._pad_to) | _count_media(packs)
+        else:
+            batch = neat_packed_vlm_collater(packs, pad_id, self._pad_to, materialize_4d_mask=False)
+            batch |= self._attention(batch["_packed_seq_ids"])
+            if self._form == "flash_varlen":
+                del batch["attention_mask"]
+        return batch | {name: _as_bfloat16(batch[name]) for name in _PIXELS if name in batch}
+
+    def _pack(self, row: Sequence[Mapping[str, Any]], pad_id: int, rule: Positions | None) -> dict[str, Any]:
+        samples = [shift_sample(_with_positions(sample, rule), has_mrope=rule is not None) for sample in row]
+        return build_packed_vlm_sample(
+            samples, self._pack_size, pad_id, has_mrope=rule is not None, sequence_alignment=self._alignment
+        )
+
+    def _attention(self, documents: torch.Tensor) -> dict[str, Any]:
+        """Return what tells the documents `[B, S]` of a batch apart, in the form that was asked for."""
+        found: dict[str, Any] = {}
+        if self._form == "block_causal":
+            found["attention_mask"] = block_causal_mask(documents)
+        elif self._form == "flash_varlen":
+            lengths = [length for row in documents for length in _runs(row)]
+            offsets, longest = cu_seqlens(lengths), max(lengths)
+            found = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+            found |= {"max_length_q": longest, "max_length_k": longest}
+        return found | (_sequence_metadata(documents) if self._sequence_metadata else {})
+
+
+def _with_positions(sample: Mapping[str, Any], rule: Positions | None) -> Mapping[str, Any]:
+    return sample if rule is None else {**sample, "position_ids": rule(sample)}
+
+
+def _as_bfloat16(pixels: Any) -> Any:
+    """Return the pixels as the recipe's own collation does; compact ones are bytes and stay so."""
+    if isinstance(pixels, torch.Tensor):
+        return pixels.to(torch.bfloat16) if pixels.is_floating_point() else pixels
+    return [_as_bfloat16(one) for one in pixels]
+
+
+def _count_media(packs: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    return count_media([{name: value for name, value in pack.items() if value is not None} for pack in packs])
+
+
+def _runs(row: torch.Tensor) -> list[int]:
+    """Return the lengths of the documents of a row, and that of its padding: kernels take every slot of a batch."""
+    return [int(length) for length in torch.unique_consecutive(row, return_counts=True)[1]]
+
+
+def _sequence_metadata(documents: torch.Tensor) -> dict[str, Any]:
+    """Return for each row which slots hold tokens, and where its documents begin; -1 where there is nothing."""
+    lengths = [count_documents(row) for row in documents]
+    slots = torch.arange(documents.shape[1]).expand_as(documents)
+    offsets = torch.full((len(lengths), 1 + max(map(len, lengths))), -1, dtype=torch.int32)
+    for row, own in enumerate(lengths):
+        offsets[row, : len(own) + 1] = cu_seqlens(own)
+    return {
+        "packed_token_indices": torch.where(documents > 0, slots, -1),
+        "cu_seqlens": offsets,
+        "max_seqlen": max(max(own) for own in lengths),
+    }
