@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import math
 import subprocess
 import sys
 
@@ -34,6 +35,7 @@ SETTINGS = {
     "report_to": "none",
     "disable_tqdm": True,
     "logging_steps": 1,
+    "logging_nan_inf_filter": False,
     "save_strategy": "no",
 }
 
@@ -111,6 +113,7 @@ def test_rounds_of_different_lengths_are_trained_whole(three_rounds, make_loader
     assert logged(trainer, "epoch")[: sum(STEPS)] == pytest.approx(epochs)
     rates = [RATE * (1 - step / sum(STEPS)) for step in range(sum(STEPS))]
     assert logged(trainer, "learning_rate") == pytest.approx(rates)
+    assert all(map(math.isfinite, logged(trainer, "loss")))  # also of batches that only fill a step
 
 
 @pytest.mark.parametrize("done", [2, 3, 4])  # inside the first round, between two, inside the second
