@@ -1,0 +1,69 @@
+"""accelerate on a `StreamLoader`: a loop of one's own, whose `save_state` and `load_state` hold the position.
+
+    from vlm_stream.integrations.accelerate import register
+
+    register(accelerator, loader)
+
+`accelerator.prepare` leaves a `StreamLoader` as it is, so it may be given to it or not. Batches are one rank's share,
+and are on the CPU unless the loader has a `device`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vlm_stream.errors import ConfigError, MissingExtraError
+
+try:
+    import accelerate  # type: ignore[import-untyped]  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError("accelerate", "trainers", "vlm_stream.integrations.accelerate") from error
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from vlm_stream.loader import StreamLoader
+
+__all__ = ["loss_scale", "register"]
+
+
+def register(accelerator: Accelerator, loader: StreamLoader) -> StreamLoader:
+    """Save and load the loader's position with the accelerator's state; refuse steps that are not the loader's.
+
+    Returns:
+        The loader.
+
+    Raises:
+        ConfigError: It accumulates another number of batches than the loader plans for a step, or it has other ranks.
+    """
+    steps, micro_batches = accelerator.gradient_accumulation_steps, loader.options.micro_batches
+    if loader.options.train and steps != micro_batches:
+        raise ConfigError(
+            f"the accelerator has gradient_accumulation_steps={steps}, but the loader plans optimizer steps of "
+            f"micro_batches={micro_batches}, so that loads and label counts would be those of other steps; make them "
+            f"equal"
+        )
+    size = accelerator.num_processes // _model_parallel_size(accelerator)
+    if loader.world.size != size:
+        raise ConfigError(
+            f"the loader deals its data to {loader.world.size} ranks and the accelerator has {size} data-parallel "
+            f"ones, so samples would be lost or trained on several times; give the StreamLoader the accelerator's "
+            f"device mesh, or leave out its rank and world_size"
+        )
+    accelerator.register_for_checkpointing(loader)
+    return loader
+
+
+def loss_scale(accelerator: Accelerator, loader: StreamLoader) -> int:
+    """Return what a loss is multiplied by that was divided by the labels of its whole step (`num_items_in_batch`).
+
+    `accelerator.backward` divides it by the micro-batches of a step, and DDP its gradients by the ranks.
+
+    >>> accelerator.backward(loss * loss_scale(accelerator, loader))  # doctest: +SKIP
+    """
+    return int(accelerator.gradient_accumulation_steps * loader.world.size)
+
+
+def _model_parallel_size(accelerator: Any) -> int:
+    config = getattr(accelerator, "parallelism_config", None)
+    return 1 if config is None else int(config.tp_size * config.cp_size)
