@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -267,3 +268,44 @@ def test_every_rank_writes_a_ledger_of_its_own(toy_shards, processor, tmp_path):
         assert sum(1 for _ in loader)
         assert len((tmp_path / f"ledger.rank{rank}.jsonl").read_text().splitlines()) == loader.ledger.num_bad > 0
     assert "fit: too_long" in repr(whole.ledger)
+
+
+def test_whoever_counts_batches_gets_the_next_epoch(toy_shards, processor):
+    both = StreamLoader(toy_shards, processor=processor, **PACKED)
+    expected = [keys(both), keys(both)]
+    loader = StreamLoader(toy_shards, processor=processor, **PACKED)
+    for epoch in range(2):
+        batches = iter(loader)
+        assert keys([next(batches) for _ in range(len(loader))]) == expected[epoch]
+    resumed = StreamLoader(toy_shards, processor=processor, **PACKED)
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == []  # the rest of its epoch
+    resumed.load_state_dict(loader.state_dict())
+    resumed.end_round()
+    resumed.end_round()  # nothing of the next one was handed out
+    assert next(iter(resumed))
+    assert resumed.batches_left == len(resumed) - 1
+
+
+def test_a_loader_is_no_dataset_of_samples(toy_shards, processor):
+    loader = StreamLoader(toy_shards, processor=processor, **PACKED)
+    with pytest.raises(ConfigError, match="hands out ready batches in its own order and has no sample number 0"):
+        loader[0]
+    with pytest.raises(ConfigError, match="give it to a trainer as its data loader"):
+        next(iter(DataLoader(loader, batch_size=2)))
+
+
+def test_a_loader_that_was_iterated_travels_to_another_process(toy_shards, processor):
+    loader = StreamLoader(toy_shards, processor=processor, **PACKED)
+    batches = iter(loader)
+    seen = keys([next(batches)])
+    copied = pickle.loads(pickle.dumps(loader))
+    assert seen + keys(copied) == keys(StreamLoader(toy_shards, processor=processor, **PACKED))
+
+
+def test_workers_start_with_the_first_batch(toy_shards, processor):
+    loader = StreamLoader(toy_shards, processor=processor, num_workers=1, **PACKED)
+    batches = iter(loader)
+    assert loader.worker_pids() == []
+    next(batches)
+    assert len(loader.worker_pids()) == 1

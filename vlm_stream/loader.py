@@ -11,7 +11,6 @@ import inspect
 import itertools
 import os
 import sys
-import time
 import weakref
 from collections import deque
 from dataclasses import replace
@@ -19,8 +18,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from vlm_stream.batch import Batch
 from vlm_stream.errors import ConfigError, StateError
+from vlm_stream.iteration import Iteration
 from vlm_stream.ledger import Ledger
 from vlm_stream.metrics import Meter, resident_bytes, serve_prometheus
 from vlm_stream.pixels.feed import DeviceFeed
@@ -32,7 +31,6 @@ from vlm_stream.stream import (
     StreamOptions,
     UnknownLabels,
     VLMStream,
-    check_world,
     count_rounds,
     estimate_length,
     is_endless,
@@ -40,13 +38,14 @@ from vlm_stream.stream import (
     open_processor,
 )
 from vlm_stream.stream.consumers import refuse_bare_lightning
-from vlm_stream.workers import WorkerOptions, WorkerPool
+from vlm_stream.workers import WorkerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
     from vlm_stream.stream import Delivery, Sources, World
+    from vlm_stream.workers import WorkerPool
 
 __all__ = ["LOADER_ARGUMENTS", "StreamLoader"]
 
@@ -151,7 +150,7 @@ class StreamLoader:
         self._places: deque[_Place] = deque(maxlen=_KEPT_PLACES)
         """Where it stood before each of the latest batches."""
         self._length: tuple[str, int] | None = None
-        self._running: weakref.ref[_Iteration] | None = None
+        self._running: weakref.ref[Iteration] | None = None
         self._num_restarts = 0
         """Of the workers of iterations that have ended."""
 
@@ -179,17 +178,41 @@ class StreamLoader:
         An iterator that is still open is closed: there is one position, and one iterator that moves it.
         """
         self.close()
-        if self.options.train:
-            refuse_bare_lightning(sys._getframe(1))
-        else:
+        if not self.options.train:
             self._place = _Place(Position.at(None), 0, 0)
+        else:
+            refuse_bare_lightning(sys._getframe(1))
+            if self._places and self._length is not None and self._length[1] == self._place.batches:
+                self._round_ended()  # whoever counts batches takes the last one and does not ask for another
         world = self.stream.world
         if self._ledger_path is not None:
             own = f".rank{world.rank}" if world.size > 1 else ""
             self.ledger.path = self._ledger_path.with_name(self._ledger_path.stem + own + self._ledger_path.suffix)
-        iteration = _Iteration(self, world)
+        epochs_before = self._place.rounds * (self.options.epochs or 0)
+        job = partial(self.stream.deliveries, world=world, epochs_before=epochs_before)
+        iteration = Iteration(self, world, job, self._place.position, self._workers, self._feed)
         self._running = weakref.ref(iteration)
         return iteration
+
+    def __getitem__(self, index: Any) -> Any:
+        """Refuse to be taken for a dataset of samples."""
+        raise ConfigError(
+            f"a StreamLoader hands out ready batches in its own order and has no sample number {index!r}; iterate it, "
+            f"or give it to a trainer as its data loader (vlm_stream.integrations, docs/trainers)"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel to another process without an iterator that is open here."""
+        return self.__dict__ | {"_running": None}
+
+    def end_round(self) -> None:
+        """Go on to the next epoch now, if all batches of this one were handed out.
+
+        For trainers that count batches and never ask for the one behind the last.
+        """
+        if self.options.train and not self.batches_left:
+            self.close()
+            self._round_ended()
 
     def close(self) -> None:
         """End the workers of an iterator that is still open; the position stays where it is."""
@@ -315,7 +338,7 @@ class StreamLoader:
         return open_processor(self.stream.processor)
 
     @property
-    def _iteration(self) -> _Iteration | None:
+    def _iteration(self) -> Iteration | None:
         running = self._running() if self._running is not None else None
         return running if running is not None and running.is_open else None
 
@@ -328,11 +351,12 @@ class StreamLoader:
         length = self._length if place.rounds == self._place.rounds else None
         return RunState(cursor=place.position.state(), rounds=place.rounds, batches=place.batches, length=length)
 
-    def _handed_out(self, delivery: Delivery) -> None:
+    def _handed_out(self, delivery: Delivery, waited_s: float) -> None:
         """Note what a batch brought, and move behind it."""
         self.ledger.saw(delivery.num_samples)
         self.ledger.extend(delivery.bad)
         self._meter.add(delivery)
+        self._meter.waited(waited_s)
         if self.options.train and self.world.rank == 0:
             self._unknown_labels.saw(delivery)
         self._places.append(self._place)
@@ -340,101 +364,13 @@ class StreamLoader:
 
     def _round_ended(self) -> None:
         if self.options.train:
-            self._place = _Place(self._place.position.written(), self._place.rounds + 1, 0)
+            self._place = _Place(self._place.position, self._place.rounds + 1, 0)
             self._length = None
 
-
-class _Iteration:
-    """One iteration over a loader. It owns its workers, which end with it, also when it is only dropped."""
-
-    def __init__(self, loader: StreamLoader, world: World) -> None:
-        self._loader = loader
-        self.world = world
-        self.pool: WorkerPool | None = None
-        self._why_closed = ""
-        place = loader._place
-        job = partial(loader.stream.deliveries, world=world, epochs_before=place.rounds * (loader.options.epochs or 0))
-        taken = _Taken(place.position)
-        if loader._workers.num_workers:
-            self.pool = WorkerPool(job, place.position.state(), loader._workers)
-            deliveries = _from_pool(self.pool, taken)
-        else:
-            deliveries = job(place.position.state())
-        feed = loader._feed
-        self._items: Iterator[tuple[Delivery, dict[str, Any]]] = (
-            ((delivery, delivery.batch) for delivery in deliveries)
-            if feed is None
-            else feed.batches(deliveries, lambda delivery: delivery.batch)
-        )
-        # Also at the exit of the interpreter, before the modules that closing needs are taken apart.
-        self._end = weakref.finalize(self, _close, os.getpid(), self._items, deliveries, self.pool)
-
-    def __iter__(self) -> _Iteration:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        if self._why_closed:
-            raise RuntimeError(
-                f"this iterator over a StreamLoader has ended ({self._why_closed}), so there is no batch to take from "
-                f"it; call iter(loader) for one that goes on where the loader stands"
-            )
-        if not self.is_open:
-            raise StopIteration
-        loader = self._loader
-        begin = time.monotonic()
-        try:
-            delivery, batch = next(self._items)
-            check_world(self.world)
-            loader._handed_out(delivery)
-        except StopIteration:
-            loader._round_ended()
-            self._stop()
-            raise
-        except BaseException as error:
-            # The workers are past a batch that nobody got: only a new iterator can deliver it.
-            self.close(f"by {type(error).__name__}")
-            raise
-        loader._meter.waited(time.monotonic() - begin)
-        return Batch.sealed(batch)
-
-    @property
-    def is_open(self) -> bool:
-        """Tell whether a batch may still be taken."""
-        return self._end.alive
-
-    def close(self, why: str) -> None:
-        """End the workers; batches that they have ready are built again by whoever goes on."""
-        if self.is_open:
-            self._why_closed = why
-            self._stop()
-            self._loader._place = self._loader._place._replace(position=self._loader._place.position.written())
-
-    def _stop(self) -> None:
-        self._end()
-        if self.pool is not None:
-            self._loader._num_restarts += self.pool.num_restarts
-
-
-class _Taken:
-    """Behind what was taken from the workers: ahead of the loader where batches are sent to a device early."""
-
-    def __init__(self, position: Position) -> None:
-        self.position = position
-
-
-def _from_pool(pool: WorkerPool, taken: _Taken) -> Iterator[Delivery]:
-    for delivery in pool.items(lambda: taken.position.state()):
-        taken.position = delivery.behind
-        yield delivery
-
-
-def _close(pid: int, items: Any, deliveries: Any, pool: WorkerPool | None) -> None:
-    if os.getpid() != pid:  # a fork of the trainer: the workers are not its own
-        return
-    items.close()
-    deliveries.close()
-    if pool is not None:
-        pool.close()
+    def _stopped(self, num_restarts: int) -> None:
+        """Write the position down, which keeps nothing of the iteration alive."""
+        self._num_restarts += num_restarts
+        self._place = self._place._replace(position=self._place.position.written())
 
 
 LOADER_ARGUMENTS: Final = tuple(

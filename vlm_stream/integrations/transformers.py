@@ -364,7 +364,6 @@ def _begin_round(loader: StreamLoader) -> int | None:
     """Go to the next round if this one is at its end; return the batches of the round, None if it has no end."""
     length = _length(loader)
     if length is not None and not loader.batches_left:
-        for _ in loader:
-            pass
+        loader.end_round()
         length = len(loader)
     return length
