@@ -162,6 +162,20 @@ def test_a_sample_is_not_blamed_for_the_time_that_others_took():
         run_samples(Samples({7: hang}, begin_s=2.0), hang_s=3.0)
 
 
+def test_no_sample_is_named_for_a_worker_that_died_between_two(caplog):
+    pool = WorkerPool(Samples({}), 0, WorkerOptions(num_workers=1))
+    seen = []
+    with caplog.at_level(logging.WARNING):
+        for number, _ in pool.items(lambda: seen[-1] + 1 if seen else 0):
+            seen.append(number)
+            if number == 10:
+                time.sleep(0.5)  # until it waits for room
+                os.kill(pool.pids()[0], signal.SIGKILL)
+    assert seen == list(range(COUNT))
+    assert "a new one goes on" in caplog.text
+    assert "while it worked on" not in caplog.text
+
+
 def give_functions(cursor, first, stride):
     for number in range(cursor + first, COUNT, stride):
         yield number, (lambda: 0) if number == 4 else os.getpid()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import sys
 import time
 import weakref
 from collections import deque
@@ -38,6 +39,7 @@ from vlm_stream.stream import (
     length_key,
     open_processor,
 )
+from vlm_stream.stream.consumers import refuse_bare_lightning
 from vlm_stream.workers import WorkerOptions, WorkerPool
 
 if TYPE_CHECKING:
@@ -177,7 +179,9 @@ class StreamLoader:
         An iterator that is still open is closed: there is one position, and one iterator that moves it.
         """
         self.close()
-        if not self.options.train:
+        if self.options.train:
+            refuse_bare_lightning(sys._getframe(1))
+        else:
             self._place = _Place(Position.at(None), 0, 0)
         world = self.stream.world
         if self._ledger_path is not None:

@@ -70,11 +70,12 @@ def watch(model, loss, run):
 
 
 def first_gradients(run):
-    """Gradients of the first step of two ranks: the mean over all labels of one big batch, in float32."""
+    """Gradients of the first step of two ranks: the mean over all labels of one big batch, in float64."""
     with run.loader(rank=0, world_size=1, micro_batches=1, batch_size=2 * run.accumulation) as loader:
         batch = dict(next(iter(loader)))
     labels = batch.pop("labels")
-    model = build_tiny_model("qwen2_5_vl", run.processor())
+    batch["pixel_values"] = batch["pixel_values"].double()
+    model = build_tiny_model("qwen2_5_vl", run.processor()).double()
     torch.nn.functional.cross_entropy(model(**batch).logits.flatten(0, 1), labels.flatten()).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 

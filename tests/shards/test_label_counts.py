@@ -123,7 +123,7 @@ def test_a_template_that_refuses_a_sample_does_not_end_a_conversion() -> None:
     template = "{% for m in messages %}{{ m['content'][0]['text'] }}<|im_end|>{% endfor %}"
     counter = ExactCounter("strict", build_processor("qwen2_5_vl", chat_template=template))
     turns = [{"role": "user", "content": []}, {"role": "assistant", "content": []}]
-    with pytest.raises(BadSampleError, match=r"cannot write the sample down \(UndefinedError") as caught:
+    with pytest.raises(BadSampleError, match=r"refused the sample \(UndefinedError") as caught:
         counter.count(turns, measure_media(turns, {}))
     assert (caught.value.stage, caught.value.reason) == ("convert", "processor_error")
 

@@ -87,7 +87,7 @@ class StreamMixin(_Base):  # type: ignore[misc]
             self.model_accepts_loss_kwargs = True  # they are given one here, see `compute_loss`
         checks.check_arguments(self, kwargs.get("data_collator"))
 
-    def _shown_datasets(self, datasets: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+    def _shown_datasets(self, datasets: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the datasets that the trainer's constructor is shown, which gets these arguments too."""
         checks.check_release(type(self))
         checks.check_no_trl(type(self))

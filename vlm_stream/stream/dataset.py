@@ -22,7 +22,7 @@ from vlm_stream.plan import step_at
 from vlm_stream.storage import SpanReader
 from vlm_stream.stream.collators import make_collator
 from vlm_stream.stream.label_counts import UnknownLabels
-from vlm_stream.stream.length import count_rounds, is_endless
+from vlm_stream.stream.length import count_rounds, is_endless, length_key
 from vlm_stream.stream.options import StreamOptions
 from vlm_stream.stream.pipeline import Delivery, MicroBatch, deliver
 from vlm_stream.stream.planning import open_planner
@@ -86,6 +86,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         """What the process that started this worker knows of its rank."""
         self._position = Position.at(None)
         self._skip: int | None = None
+        self._terms: str | None = None
 
     @property
     def world(self) -> World:
@@ -125,6 +126,15 @@ class VLMStream(IterableDataset[dict[str, Any]]):
             self._position, self._skip = Position.at(None), None
         first = first if self._skip is None else self._skip
         world = self.world
+        terms = length_key(self.sources, self.options, world.size)
+        if self._skip and self._terms != terms:
+            raise StateError(
+                f"this is the state of one of {num_workers} workers, and the number of ranks, batch_size, "
+                f"micro_batches, the sources or their weights are not those it was saved with, so the workers would "
+                f"not agree on which batches are whose; resume with the same, or train with a StreamLoader, whose "
+                f"state fits any"
+            )
+        self._terms = terms
         unknown_labels = UnknownLabels()
         try:
             for delivery in self.deliveries(self._position.state(), first, num_workers, world=world):
@@ -202,7 +212,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         """Return the position behind the last batch that this worker yielded."""
         if not self.options.train:
             return RunState().to_dict()
-        return RunState(cursor=self._position.state(), skip=self._skip).to_dict()
+        return RunState(cursor=self._position.state(), skip=self._skip, terms=self._terms).to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: in the same number of workers, of which each loads its own state."""
@@ -212,7 +222,15 @@ class VLMStream(IterableDataset[dict[str, Any]]):
                 "this is the state of a StreamLoader, which counts batches over all workers, so a VLMStream cannot "
                 "tell which of them are its own; load it into a StreamLoader"
             )
-        self._position, self._skip = Position.at(found.cursor), found.skip
+        worker = get_worker_info()
+        saved, now = (found.skip or 0) + 1, worker.num_workers if worker else 1
+        if found.skip is not None and saved != now:
+            raise StateError(
+                f"this is the state of one of {saved} workers, and there are {now} now, so they would not agree on "
+                f"which batches are whose; resume with num_workers={saved}, or train with a StreamLoader, whose state "
+                f"fits any number of workers"
+            )
+        self._position, self._skip, self._terms = Position.at(found.cursor), found.skip, found.terms
 
     def _micro_batches(self, planner: Planner, cursor: dict[str, Any] | None, world: World) -> Iterator[MicroBatch]:
         step = None

@@ -39,6 +39,8 @@ class RunState:
     """How many the present one has in all, behind what that count depends on; None: not counted yet."""
     skip: int | None = None
     """Micro-batches behind the cursor that belong to other workers: of a stream that is one of several workers."""
+    terms: str | None = None
+    """What these micro-batches depend on, ranks among it (`length_key`): workers agree only while it is the same."""
 
     def to_dict(self) -> dict[str, str]:
         """Return the state as a checkpoint keeps it."""
@@ -107,8 +109,10 @@ def _body(text: Any) -> dict[str, Any]:
     length = values["length"]
     is_counted = isinstance(length, list) and len(length) == 2 and isinstance(length[0], str) and _is_count(length[1])
     counts = [values["rounds"], values["batches"], values["skip"] if values["skip"] is not None else 0]
-    if not (length is None or is_counted) or not all(map(_is_count, counts)):
-        raise _damaged(f"rounds, batches, skip and length are {[*counts, length]!r:.80}")
+    terms = values["terms"]
+    is_text = terms is None or isinstance(terms, str)
+    if not (length is None or is_counted) or not is_text or not all(map(_is_count, counts)):
+        raise _damaged(f"rounds, batches, skip, length and terms are {[*counts, length, terms]!r:.80}")
     if values["cursor"] is not None and not isinstance(values["cursor"], dict):
         raise _damaged(f"its cursor is a {type(values['cursor']).__name__}")
     read: dict[str, Any] = values | {"length": tuple(length) if length else None}

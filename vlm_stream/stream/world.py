@@ -59,7 +59,10 @@ def find_world(rank: int | None = None, world_size: int | None = None, device_me
         return World(rank, world_size)
     if device_mesh is not None:
         return World(*find_mesh_rank(device_mesh), "device mesh")
-    found = [world for world in (_from_distributed(), _from_ray_train(), *_from_launchers()) if world is not None]
+    told = [world for world in (_from_distributed(), _from_ray_train()) if world is not None]
+    if told and told[0].size > 1:  # launchers may tell the environment less: Lightning's, not which rank this is
+        return told[0]
+    found = [*told, *_from_launchers()]
     if not found:
         return World(0, 1, "nobody")
     several = [world for world in found if world.size > 1]
