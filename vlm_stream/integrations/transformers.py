@@ -216,6 +216,8 @@ class StreamMixin(_Base):  # type: ignore[misc]
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Divide the loss by the labels of the whole step, also if the model only knows the mean of its own labels."""
+        if self._stream is None and self._eval_losses is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs = {name: value for name, value in inputs.items() if name not in _NOT_FOR_MODELS}
         if "position_ids" in inputs and "attention_mask" not in inputs:
             inputs["use_cache"] = False  # with a cache, models do not look for the documents of a pack
@@ -287,11 +289,9 @@ class StreamMixin(_Base):  # type: ignore[misc]
         """Return by what the loss of one batch is divided: a number that ranks need not agree on."""
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             return None
-        divisor = max(
-            int(batch[ITEM_COUNT]) if ITEM_COUNT in batch else int(self._count_labels(batch)) * self._ranks, 1
-        )
-        self._eval_divisor = divisor / self._ranks
-        return torch.tensor(divisor, device=device)
+        divisor = int(batch[ITEM_COUNT]) if ITEM_COUNT in batch else int(self._count_labels(batch)) * self._ranks
+        self._eval_divisor = max(divisor, 1) / self._ranks
+        return torch.tensor(max(divisor, 1), device=device)
 
     def _sum_over_ranks(self, *values: float) -> list[float]:
         if self.args.world_size == 1:
