@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -36,7 +35,6 @@ def run_example(example: Any, run: Run, model: Any, loader: StreamLoader, held_o
     run.tell(total_steps=example.train(model, loader, run.folder, **how))
     losses = {example.evaluate(model, held_out) for _ in range(run.evaluations)}
     assert len(losses) <= 1
-    time.sleep(0.2)  # gloo's threads need the interpreter's lock to let go; the group's end does not give it away
     dist.destroy_process_group()
 
 
@@ -88,5 +86,4 @@ def dcp_worlds(run: Run) -> None:
     dist.barrier()
     take("2 to 1 to 3", load("used-by-1", open_loader(3), 3))
     (run.folder / f"taken-{rank}.json").write_text(json.dumps(taken))
-    time.sleep(0.2)  # gloo's threads need the interpreter's lock to let go; the group's end does not give it away
     dist.destroy_process_group()

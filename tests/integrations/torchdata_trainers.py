@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import warnings
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,6 @@ def ddp(run: Run) -> None:
         for batch in held_out:
             with torch.no_grad():
                 model(**batch, use_cache=False)
-    time.sleep(0.2)  # gloo's threads need the interpreter's lock to let go; the group's end does not give it away
     dist.destroy_process_group()
 
 
@@ -51,5 +49,4 @@ def start_methods(run: Run) -> None:
         loader = DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context=method)
         taken[method] = [name for batch in loader for row in batch["refs"] for name in row]
     (run.folder / f"taken-{dist.get_rank()}.json").write_text(json.dumps(taken))
-    time.sleep(0.2)  # gloo's threads need the interpreter's lock to let go; the group's end does not give it away
     dist.destroy_process_group()
