@@ -20,11 +20,13 @@ def test_an_example_conforms(conformance_data, tmp_path, name, num_workers):
 
 
 @pytest.mark.trainers
-def test_the_examples_run_from_the_command_line(conformance_data, tmp_path):
-    run = Run(data=conformance_data, folder=tmp_path / "out", records=tmp_path / "records")
-    launch("tests.integrations.torch_trainers:command_lines", run, world=2)
-    assert (run.records / "output-0.txt").read_text().count("loss after training: ") == 4
-    assert "loss" not in (run.records / "output-1.txt").read_text()
+@pytest.mark.parametrize("example", ["ddp", "fsdp2"])
+def test_an_example_runs_from_the_command_line(conformance_data, tmp_path, example):
+    for resume in (False, True):  # each in processes of its own: a group that is made twice in one may hang
+        run = Run(data=conformance_data, folder=tmp_path / "out", records=tmp_path / f"records-{resume}", resume=resume)
+        launch(f"tests.integrations.torch_trainers:{example}_command", run, world=2)
+        assert (run.records / "output-0.txt").read_text().count("loss after training: ") == 1
+        assert "loss" not in (run.records / "output-1.txt").read_text()
 
 
 def samples_of(rows):

@@ -38,13 +38,18 @@ def run_example(example: Any, run: Run, model: Any, loader: StreamLoader, held_o
     dist.destroy_process_group()
 
 
-def command_lines(run: Run) -> None:
-    for example in (torch_ddp, torch_fsdp2):
-        out = str(run.folder / example.__name__)
-        sys.argv = ["example", run.sources, str(run.data / "processor"), "--out", out, "--save-after", "1"]
-        example.main()
-        sys.argv += ["--resume"]
-        example.main()
+def ddp_command(run: Run) -> None:
+    run_command(torch_ddp, run)
+
+
+def fsdp2_command(run: Run) -> None:
+    run_command(torch_fsdp2, run)
+
+
+def run_command(example: Any, run: Run) -> None:
+    sys.argv = ["example", run.sources, str(run.data / "processor"), "--out", str(run.folder), "--save-after", "1"]
+    sys.argv += ["--resume"] if run.resume else []
+    example.main()
 
 
 def dcp_worlds(run: Run) -> None:
