@@ -1,4 +1,4 @@
-"""From the bytes of samples to the tensors of one micro-batch: encode each sample, then pack or pad rows.
+"""Samples become rows, and rows a batch: encode each sample, then pack or pad; or hand out the bytes as they are.
 
 A row without a usable sample (a filler of the last step, or a hole left by bad samples) is built from a fixed tiny
 conversation whose labels are all ignored, so every row has tokens and every rank runs the same layers.
@@ -7,22 +7,25 @@ conversation whose labels are all ignored, so every row has tokens and every ran
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from vlm_stream.build.collators import CustomCollator
 from vlm_stream.encode import IGNORE
 from vlm_stream.errors import BadSampleError, ConfigError, blame_sample
-from vlm_stream.shards import is_text_member, to_conversation
+from vlm_stream.shards import FieldMap, is_text_member, to_conversation
 from vlm_stream.tokens import MediaSizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from vlm_stream.blueprint import Piece
+    from vlm_stream.build.collators import Collator
     from vlm_stream.encode import Encoder
-    from vlm_stream.shards import FieldMap
-    from vlm_stream.stream.collators import Collator
+    from vlm_stream.options import StreamOptions
 
-__all__ = ["RowBuilder"]
+__all__ = ["RawRows", "RawSample", "RowBuilder"]
 
 _FILLER = [
     {"role": "user", "content": [{"type": "text", "text": "-"}]},
@@ -34,26 +37,27 @@ _NOT_COLLATED = ("encode", "not_collated", "its tensors cannot be put into a bat
 class RowBuilder:
     """Encodes samples and joins them into batches."""
 
-    def __init__(self, encoder: Encoder, collator: Collator, *, with_refs: bool = False, pixels: bool = True) -> None:
+    def __init__(self, encoder: Encoder, collator: Collator, *, pixels: bool = True) -> None:
         """Take the encoder of the family and the way in which rows are joined; without pixels, refuse some families."""
         self._encoder = encoder
         self._collator = collator
-        self.with_refs = with_refs
-        self.pixels = pixels
+        self._pixels = pixels
         if not pixels:
             _ = encoder.blind
 
-    def encode(self, members: Mapping[str, memoryview], fields: FieldMap) -> dict[str, Any]:
-        """Turn the members of one sample into tensors; raise `BadSampleError` when that cannot be done."""
-        texts = {name: bytes(content) for name, content in members.items() if is_text_member(name)}
-        return self._encoder.encode(to_conversation(fields, list(members), texts), members)
+    def encode(self, members: Mapping[str, memoryview], fields: FieldMap, piece: Piece, _source: str) -> dict[str, Any]:
+        """Turn the members of one sample into tensors; raise `BadSampleError` when that cannot be done.
 
-    def encode_text(
-        self, members: Mapping[str, memoryview], fields: FieldMap, names: Sequence[str], sizes: MediaSizes
-    ) -> dict[str, Any]:
-        """Do the same without media: from the text member, the names of all members and the sizes of the media."""
-        texts = {name: bytes(content) for name, content in members.items() if is_text_member(name)}
-        return self._encoder.encode_from_sizes(to_conversation(fields, names, texts), sizes)
+        Without pixels only the text is there; the names of the other members and the sizes of the media stand in.
+        """
+        conversation = to_conversation(fields, piece.members, _texts(members))
+        if self._pixels:
+            return self._encoder.encode(conversation, members)
+        return self._encoder.encode_from_sizes(conversation, piece.sizes)
+
+    def count_tokens(self, rows: Sequence[Sequence[dict[str, Any]]], _planned: int) -> int:
+        """Return the tokens of encoded samples."""
+        return sum(len(sample["input_ids"]) for row in rows for sample in row)
 
     def collate(
         self, rows: Sequence[Sequence[dict[str, Any]]]
@@ -116,7 +120,7 @@ class RowBuilder:
     def _filler(self) -> dict[str, Any]:
         encoder = self._encoder
         try:
-            sample = encoder.encode(_FILLER, {}) if self.pixels else encoder.encode_from_sizes(_FILLER, MediaSizes())
+            sample = encoder.encode(_FILLER, {}) if self._pixels else encoder.encode_from_sizes(_FILLER, MediaSizes())
         except BadSampleError as error:
             raise ConfigError(
                 f"the processor cannot encode one short turn of plain text, which fills rows without a sample, so it "
@@ -132,3 +136,64 @@ class RowBuilder:
             f"it has {length} tokens, but its pack already holds {num_tokens} of {self._collator.capacity}: the index "
             f"counted fewer. Count again with 'vlm-stream recount --processor ...' or lower packing_ratio",
         )
+
+
+@dataclass(slots=True)  # not a tuple, which torch would take apart
+class RawSample:
+    """One sample as it lies in its shard, its checksum verified."""
+
+    source: str
+    shard: str
+    key: str
+    members: Mapping[str, bytes | memoryview]
+    """Names (`json`, `0.jpg`) with their bytes; views of what was fetched, until the sample leaves its process."""
+    fields: FieldMap
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return its messages, in which media stand as member names."""
+        return to_conversation(self.fields, list(self.members), _texts(self.members))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        members = {name: bytes(content) for name, content in self.members.items()}
+        return RawSample, (self.source, self.shard, self.key, members, self.fields)
+
+
+class RawRows:
+    """Rows without a processor: `{"samples": rows}`, or what the user's `collate_fn` makes of the rows.
+
+    A packed row is a list of samples, any other row a sample; what is bad is left out.
+    """
+
+    def __init__(self, options: StreamOptions) -> None:
+        """Refuse options that only an encoded batch can have."""
+        needs = [name for name in ("fake_image", "pp_microbatches") if getattr(options, name)]
+        needs += ["pixels"] * (options.pixels not in ("full", True))
+        if needs:
+            raise ConfigError(
+                f"without a processor batches are bytes, so {' and '.join(needs)} cannot be honoured; "
+                f"name a processor, or leave {'it' if len(needs) == 1 else 'them'} out"
+            )
+        capacity = options.pack_size if options.mode == "packed" else None
+        self._collator = CustomCollator(options.collate_fn or _as_they_are, None, capacity)
+
+    def encode(self, members: Mapping[str, memoryview], fields: FieldMap, piece: Piece, source: str) -> RawSample:
+        """Return the sample as it is."""
+        return RawSample(source, piece.span.path, piece.key, members, fields)
+
+    def collate(
+        self, rows: Sequence[Sequence[RawSample]]
+    ) -> tuple[dict[str, Any], list[tuple[int, int, BadSampleError]]]:
+        """Join rows into a batch; all of them fit."""
+        return self._collator(rows), []
+
+    def count_tokens(self, _rows: Sequence[Sequence[RawSample]], planned: int) -> int:
+        """Return the tokens that the index promised: nothing was encoded."""
+        return planned
+
+
+def _as_they_are(rows: Sequence[Any], _processor: Any) -> dict[str, Any]:
+    return {"samples": list(rows)}
+
+
+def _texts(members: Mapping[str, bytes | memoryview]) -> dict[str, bytes]:
+    return {name: bytes(content) for name, content in members.items() if is_text_member(name)}

@@ -1,15 +1,10 @@
-"""Blocks of memory that a worker fills and its parent reads, over and over.
+"""Shared memory of a worker process in which large tensors travel to the parent without a copy.
 
-A pack's pixels are a hundred megabytes. In fresh shared memory every page of them is a fault in the worker and another
-in the parent, which takes eight times as long as writing the values. So a worker keeps a few blocks: it joins pixels in
-one, the parent maps it (once) and says when it has dropped the last tensor in it, and the worker fills it again.
-
-No more than a few are kept: what a trainer that holds many batches needs beyond them is given up after one use.
-
-Blocks are files without a name (`memfd`), opened by the parent through the worker's entry in /proc: nothing is left
-behind by a kill, and a hung worker need not be asked. Where that cannot be done (not Linux, no right to look at the
-worker, no memory left), there are no blocks, and tensors travel in the messages themselves, as small ones always do.
-Nothing goes through the shared memory of torch, whose segments have names and stay when a process is killed.
+Enters: tensors that a worker sends. Leaves: the same tensors in the parent, in the same memory. A worker owns anonymous
+files (memfd); the parent maps them by way of `/proc`. A block is filled again once the parent has dropped all tensors in
+it, which it says in its next message. Where that cannot be done (not Linux, no right to look at the worker, no memory
+left), tensors travel in the messages themselves, as small ones always do. Nothing goes through the shared memory of
+torch, whose segments have names and stay when a process is killed.
 """
 
 from __future__ import annotations
@@ -17,6 +12,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -28,11 +24,11 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 __all__ = ["BlockPool", "BlockReader", "allocate_block", "offer_blocks"]
 
-_MIN_BYTES: Final = 1 << 22
+_MIN_BYTES: Final = 1 << 20
 _LARGE_BYTES: Final = 1 << 18
 """From here on a tensor that lies elsewhere is copied into a block to be sent."""
 _KEPT_BLOCKS: Final = 16
@@ -62,8 +58,7 @@ class _Block:
 class BlockPool:
     """The blocks of a worker."""
 
-    def __init__(self, pull: Callable[[], None]) -> None:
-        self._pull = pull
+    def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
         self._num_made = 0
         self._at: dict[int, _Block] = {}
@@ -78,7 +73,6 @@ class BlockPool:
 
     def allocate(self, num_bytes: int) -> torch.Tensor | None:
         """Return bytes of a block; None where the parent cannot read blocks, or memory is short."""
-        self._pull()
         if not self.is_welcome:
             return None
         block = self._take(num_bytes)
@@ -155,12 +149,12 @@ _pool: BlockPool | None = None
 _readers: dict[int, BlockReader] = {}
 
 
-def offer_blocks(pull: Callable[[], None]) -> BlockPool:
-    """Let this worker send tensors in blocks; `pull` reads what the parent has to say before one is chosen."""
+def offer_blocks() -> BlockPool:
+    """Let this worker send tensors in blocks."""
     global _pool
     for reader in list(_readers.values()):
         reader.close()  # inherited by a fork: the memory of other workers would live as long as this one
-    _pool = BlockPool(pull)
+    _pool = BlockPool()
     for kind in (torch.Tensor, torch.nn.Parameter):
         ForkingPickler.register(kind, _pool.reduce)
     return _pool
@@ -185,6 +179,8 @@ class BlockReader:
         self._num_sent: dict[int, int] = {}
         """Of each block that is to be given back, how many tensors in it were sent, up to the last that came."""
         self._dropped: deque[int] = deque()
+        self._lock = threading.Lock()
+        """Between the threads that read from the worker and write to it."""
         _readers[pid] = self
         self.can_read = hasattr(os, "memfd_create") and _can_look_into(pid)
 
@@ -194,13 +190,14 @@ class BlockReader:
         Not sent by whoever drops it: that may be the garbage collector, in the middle of anything.
         """
         returned = []
-        while self._dropped:
-            number = self._dropped.popleft()
-            if self._arrays[number]() is not None or number not in self._num_sent:
-                continue  # another tensor in it has come meanwhile, or has come and gone and was told already
-            if number >= _KEPT_BLOCKS:
-                self._pages.pop(number, None)
-            returned.append((number, self._num_sent.pop(number)))
+        with self._lock:
+            while self._dropped:
+                number = self._dropped.popleft()
+                if self._arrays[number]() is not None or number not in self._num_sent:
+                    continue  # another tensor in it has come meanwhile, or has come and gone and was told already
+                if number >= _KEPT_BLOCKS:
+                    self._pages.pop(number, None)
+                returned.append((number, self._num_sent.pop(number)))
         return returned
 
     def close(self) -> None:
@@ -210,6 +207,10 @@ class BlockReader:
 
     def read(self, number: int, num_sent: int, descriptor: int, size: int) -> Any:
         """Return a block's bytes."""
+        with self._lock:
+            return self._read(number, num_sent, descriptor, size)
+
+    def _read(self, number: int, num_sent: int, descriptor: int, size: int) -> Any:
         self._num_sent[number] = num_sent
         known = self._arrays.get(number)
         array = known() if known is not None else None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vlm_stream.packs.hf_pack import Positions
-    from vlm_stream.stream.options import CollateFn, StreamOptions
+    from vlm_stream.options import CollateFn, StreamOptions
 
 __all__ = ["Collator", "CustomCollator", "PackedCollator", "PaddedCollator", "make_collator"]
 

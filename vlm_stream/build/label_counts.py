@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 if TYPE_CHECKING:
-    from vlm_stream.stream.pipeline import Delivery
+    from vlm_stream.build.delivery import Delivery
 
 __all__ = ["ITEM_COUNT", "UnknownLabels", "add_item_count"]
 
@@ -49,7 +49,7 @@ class UnknownLabels:
             "processor, or a sample was cut, or an answer holds media), so batches have no %s, and a loss that is "
             "averaged over each batch weighs the tokens of small batches more. Count with: vlm-stream recount "
             "--processor ... (the dataset); or add labels up with vlm_stream.integrations.torch.count_items(batches)",
-            delivery.step,
+            delivery.name.step,
             delivery.num_in_step,
             ITEM_COUNT,
         )

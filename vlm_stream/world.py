@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.stream.mesh import find_mesh_rank
+from vlm_stream.mesh import find_mesh_rank
 
 __all__ = ["World", "check_world", "find_world"]
 

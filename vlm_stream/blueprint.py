@@ -1,0 +1,74 @@
+"""Blueprints: everything that a builder must know of one micro-batch, as plain values.
+
+Enters: nothing; these are the values that `planning.py` makes and `build/` reads. A blueprint is small (some kilobytes),
+may be pickled, and names its batch: building it twice, anywhere, gives the same batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from vlm_stream.ledger import BadSample
+    from vlm_stream.storage import Span
+    from vlm_stream.tokens import MediaSizes
+
+__all__ = ["BatchName", "Blueprint", "Piece", "SampleRef", "Work"]
+
+SampleRef: TypeAlias = tuple[int, int, int]
+"""Source, shard and row."""
+
+
+class BatchName(NamedTuple):
+    """What a batch is called. The same name is the same batch, whoever builds it."""
+
+    plan: str
+    """Digest of sources, plan, geometry and text."""
+    step: int
+    rank: int
+    micro: int
+
+
+class Piece(NamedTuple):
+    """One sample of a batch."""
+
+    ref: SampleRef
+    key: str
+    offset: int
+    """First byte of the sample in its shard."""
+    span: Span
+    """The bytes to read: the whole sample, or its text alone."""
+    sizes: MediaSizes
+    members: tuple[str, ...]
+    """Names of all its members, also of those that the span leaves out."""
+
+
+class Work(NamedTuple):
+    """What the cost of building depends on."""
+
+    samples: int
+    tokens: int
+    num_bytes: int
+    """Bytes to fetch."""
+    image_pixels: int
+    video_pixels: int
+    """Pixels of the frames of the clips' files: decoders go through most of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """One micro-batch before any of its bytes are read."""
+
+    name: BatchName
+    rows: tuple[tuple[Piece, ...], ...]
+    """A row without pieces is a filler of the last step."""
+    dropped: tuple[BadSample, ...]
+    """Samples that the plan left out here."""
+    work: Work
+    labels: int | None
+    """Tokens that the index says are learned; None: unknown."""
+    step_labels: int | None
+    """The same over the whole step, all ranks and micro-batches."""
+    num_in_step: int
+    """Micro-batches of the step, over all ranks."""

@@ -1,0 +1,177 @@
+"""A builder in a process of its own: the child's side of `processes.py`.
+
+It listens on one connection. Messages to it: `("recipe", bytes)` once, `("build", number, blueprint, skipped)`,
+`("drop", number)`, each with the blocks that the parent is done with. Messages from it: `("ready",)`,
+`("done", number, delivery, resident_bytes)`, `("failed", number or None, failure)`. A thread reads, so that bytes of the
+next batches are fetched while one is built, and the parent never waits for room.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import threading
+import time
+import traceback
+from collections import OrderedDict
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.dispatch.allocator import keep_freed_memory
+from vlm_stream.dispatch.blocks import BlockPool, offer_blocks
+from vlm_stream.dispatch.pool import Failure
+from vlm_stream.errors import ConfigError, WorkerError
+
+if TYPE_CHECKING:
+    from vlm_stream.build import Builder
+    from vlm_stream.dispatch.note import SampleNote
+
+__all__ = ["serve"]
+
+_POLL_S: Final = 1.0
+
+
+def serve(connection: Any, note: SampleNote, parent: int | None) -> None:
+    """Be a builder until the parent has gone. `parent` is its process id; None: a fork server stands between."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    keep_freed_memory()
+    try:
+        _serve(_Link(connection), note)
+    except (EOFError, OSError):  # nobody is there to be told
+        return
+
+
+def _serve(link: _Link, note: SampleNote) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        builder = _open_builder(link.next(), note)
+    except BaseException as error:
+        link.send("failed", None, describe(error))
+        link.wait()
+        return
+    link.send("ready")
+    jobs: OrderedDict[int, tuple[Any, ...]] = OrderedDict()
+    while True:
+        _hear(link, builder, jobs)
+        number, job = jobs.popitem(last=False)
+        try:
+            message = link.pack("done", number, builder.finish(*job), _resident_bytes())
+        except BaseException as error:
+            message = link.pack("failed", number, describe(error))
+        del job
+        link.send_packed(message)
+        del message
+
+
+def _open_builder(message: tuple[Any, ...], note: SampleNote) -> Builder:
+    from vlm_stream.build import Builder
+
+    try:
+        recipe = pickle.loads(message[1])  # noqa: S301 - our parent's bytes
+    except Exception as error:
+        raise ConfigError(
+            f"a worker process cannot load what it needs to build batches ({type(error).__name__}: {error}); define "
+            f"collate_fn and processor classes in a module that can be imported, or use start_method='fork' or "
+            f"num_workers=0"
+        ) from error
+    return Builder(recipe, watch=note)
+
+
+def _hear(link: _Link, builder: Builder, jobs: OrderedDict[int, tuple[Any, ...]]) -> None:
+    """Take in what the parent said; wait only where there is nothing to do. Fetching begins at once."""
+    while not jobs or link.has_more():
+        kind, number, *rest = link.next()
+        if kind == "build":
+            blueprint, skipped = rest
+            jobs[number] = (blueprint, builder.begin(blueprint), skipped)
+        elif number in jobs:
+            jobs.pop(number)[1].cancel()
+
+
+class _Link:
+    """The child's end of the connection."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._inbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._blocks: BlockPool = offer_blocks()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                can_read, returned, message = self._connection.recv()
+                self._blocks.is_welcome = can_read
+                self._blocks.take_back(returned)
+                self._inbox.put(message)
+        except (EOFError, OSError):
+            self._inbox.put(None)
+
+    def has_more(self) -> bool:
+        return not self._inbox.empty()
+
+    def next(self) -> tuple[Any, ...]:
+        message = self._inbox.get()
+        if message is None:
+            raise EOFError
+        return message
+
+    def wait(self) -> None:
+        """Listen until the parent has gone."""
+        while True:
+            self.next()
+
+    def send(self, *message: Any) -> None:
+        self.send_packed(self.pack(*message))
+
+    def pack(self, *message: Any) -> Any:
+        try:
+            return ForkingPickler.dumps(message)
+        except Exception as error:  # a class may fail in any way when it is taken apart
+            raise WorkerError(
+                f"a batch cannot be sent by its worker process ({type(error).__name__}: {error}), so the run ends "
+                f"here; its state is good. Let collate_fn return tensors, arrays, text and numbers, or set "
+                f"num_workers=0."
+            ) from error
+
+    def send_packed(self, message: Any) -> None:
+        self._connection.send_bytes(message)
+
+
+def describe(error: BaseException) -> Failure:
+    """Return an error as it can be sent."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        survives = isinstance(pickle.loads(pickle.dumps(error)), type(error))  # noqa: S301 - our own bytes
+    except Exception:  # a class may fail in any way when it is rebuilt
+        survives = False
+    return Failure(error if survives else None, text)
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _end_with(parent: int | None) -> None:
+    """End this process when its parent has gone, whatever it is waiting for."""
+    while _lives(parent):
+        time.sleep(_POLL_S)
+    os._exit(1)
+
+
+def _lives(parent: int | None) -> bool:
+    if parent is not None:
+        return os.getppid() == parent
+    process = multiprocessing.parent_process()
+    return process is not None and process.is_alive()
