@@ -18,6 +18,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ from vlm_stream.plan.lower_bound import packs_lower_bound
 from vlm_stream.plan.pack import best_fit_decreasing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from vlm_stream.plan.window import Window
 
@@ -134,10 +135,12 @@ class Reader:
             num_bytes=num_bytes,
         )
 
-    def __call__(self, source: int, shard: int) -> SampleColumns:
-        """Return a shard."""
-        self.num_read += 1
-        return self.shards[(source * 17 + shard) % len(self.shards)]
+    def __call__(self, source: int, shards: Sequence[int]) -> SampleColumns:
+        """Return shards one after the other."""
+        self.num_read += len(shards)
+        parts = [self.shards[(source * 17 + shard) % len(self.shards)] for shard in shards]
+        names = [field.name for field in fields(SampleColumns)]
+        return SampleColumns(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 def planner(name: str, shards: int, size: int, *, sources: int = 1, **config: Any) -> Planner:

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.peers.data import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["CAPACITY", "NUM_LENGTHS", "SAMPLES_PER_SHARD", "length_records", "make_planner"]
 
@@ -47,8 +47,8 @@ def make_planner(**config: Any) -> Any:
 
     tokens, vision, squares = _lengths()
 
-    def columns(_source: int, shard: int) -> SampleColumns:
-        part = slice(shard * SAMPLES_PER_SHARD, (shard + 1) * SAMPLES_PER_SHARD)
+    def columns(_source: int, shards: Sequence[int]) -> SampleColumns:
+        part = (np.asarray(shards)[:, None] * SAMPLES_PER_SHARD + np.arange(SAMPLES_PER_SHARD)).ravel()
         num_bytes = 20_000 + vision[part] * 150
         return SampleColumns(
             tokens=tokens[part],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,11 @@ def columns_of(tokens: np.ndarray, vision: np.ndarray | None = None) -> SampleCo
     )
 
 
+def join_columns(parts: Sequence[SampleColumns]) -> SampleColumns:
+    names = [field.name for field in fields(SampleColumns)]
+    return SampleColumns(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+
 class SyntheticReader:
     """Makes columns on demand and counts what it was asked for."""
 
@@ -40,8 +46,11 @@ class SyntheticReader:
         self.seed = seed
         self.asked: list[tuple[int, int]] = []
 
-    def __call__(self, source: int, shard: int) -> SampleColumns:
-        self.asked.append((source, shard))
+    def __call__(self, source: int, shards: Sequence[int]) -> SampleColumns:
+        self.asked += [(source, shard) for shard in shards]
+        return join_columns([self.of_shard(source, shard) for shard in shards])
+
+    def of_shard(self, source: int, shard: int) -> SampleColumns:
         spec = self.sources[source]
         rng = np.random.default_rng([self.seed, *spec.name.encode(), shard])
         return columns_of(self.lengths(rng, spec.samples_per_shard[shard]))
@@ -80,6 +89,7 @@ def make() -> Callable[..., Any]:
 
     class Make:
         columns = staticmethod(columns_of)
+        join = staticmethod(join_columns)
         reader = SyntheticReader
         source = staticmethod(source)
         planner = staticmethod(planner)

@@ -67,7 +67,7 @@ def test_groups_of_a_budget_stay_under_it(make):
     padded, tokens = 0, 0
     for step in plan.steps(StepShape()):
         (unit,) = step.units(0, 0)
-        lengths = [int(reader(0, ref.shard).tokens[ref.row]) for ref in unit.refs]
+        lengths = [int(reader.of_shard(0, ref.shard).tokens[ref.row]) for ref in unit.refs]
         assert len(lengths) * max(lengths) <= 16_384
         padded += len(lengths) * max(lengths)
         tokens += sum(lengths)

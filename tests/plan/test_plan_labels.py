@@ -34,8 +34,8 @@ def plan_of(make, mode, labels=None, **config):
     sources = [make.source("a", [40, 40, 9]), make.source("b", [25])]
 
     class Reader(make.reader):
-        def __call__(self, source, shard):
-            columns = super().__call__(source, shard)
+        def of_shard(self, source, shard):
+            columns = super().of_shard(source, shard)
             return columns if labels is None else replace(columns, labels=labels(columns, source, shard))
 
     config = PlanConfig(window=64, mode=mode, mixture=MixtureConfig(stop="each"), **config)
@@ -47,7 +47,7 @@ def by_hand(plan, step, refs=None):
     shape = step.shape
     rows = [step.refs(rank, micro) for rank in range(shape.world_size) for micro in range(shape.micro_batches)]
     found = [ref for each in rows for row in each for ref in row]
-    return sum(int(plan.read_columns(ref.source, ref.shard).labels[ref.row]) for ref in found)
+    return sum(int(plan.read_columns.of_shard(ref.source, ref.shard).labels[ref.row]) for ref in found)
 
 
 @pytest.mark.parametrize("shape", [StepShape(), StepShape(world_size=3, micro_batches=2, batch_size=2)])
@@ -60,7 +60,7 @@ def test_a_step_knows_the_labels_of_all_its_samples(make, mode, shape, horizon):
     for step in steps:
         parts = [step.labels(rank, micro) for rank in range(shape.world_size) for micro in range(shape.micro_batches)]
         assert sum(parts) == step.total_labels
-    every = sum(int(plan.read_columns(s, n).labels.sum()) for s, n in ((0, 0), (0, 1), (0, 2), (1, 0)))
+    every = sum(int(plan.read_columns.of_shard(s, n).labels.sum()) for s, n in ((0, 0), (0, 1), (0, 2), (1, 0)))
     assert sum(step.total_labels for step in steps) == every
 
 
@@ -94,7 +94,7 @@ def test_a_cut_sample_makes_its_step_unknown(make, mode):
     seen = set()
     for step in plan.steps(StepShape(world_size=2)):
         refs = [ref for rank in range(2) for row in step.refs(rank, 0) for ref in row]
-        is_cut = any(plan.read_columns(ref.source, ref.shard).tokens[ref.row] > 1000 for ref in refs)
+        is_cut = any(plan.read_columns.of_shard(ref.source, ref.shard).tokens[ref.row] > 1000 for ref in refs)
         assert (step.total_labels is None) == is_cut
         seen.add(is_cut)
     assert seen == {True, False}

@@ -145,7 +145,7 @@ def test_refusals(make):
     with pytest.raises(ConfigError, match="Two sources are named 'x'"):
         make.planner([make.source("x", [3]), make.source("x", [4])], PlanConfig())
     with pytest.raises(ConfigError, match="The plan has no sources"):
-        Planner([], lambda source, shard: None, PlanConfig())
+        Planner([], lambda source, shards: None, PlanConfig())
     with pytest.raises(ConfigError, match=r"'b' delivers no sample: 40 samples at a sample_ratio of 0.01"):
         run(make, "first", ratio=0.01)
     with pytest.raises(ConfigError, match="'x' has sample_ratio=-1"):

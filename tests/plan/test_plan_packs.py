@@ -116,11 +116,11 @@ def test_hard_lengths(make, name, mode):
     dropped = [note.ref for step in steps for note in step.dropped]
     assert Counter(make.refs(steps)) + Counter(dropped) == Counter(Ref(0, s, r) for s in range(12) for r in range(128))
     for unit in units:
-        lengths = [int(reader(0, ref.shard).tokens[ref.row]) for ref in unit.refs]
+        lengths = [int(reader.of_shard(0, ref.shard).tokens[ref.row]) for ref in unit.refs]
         assert sum(lengths) == unit.tokens
         padded = sum(-(-max(length, 1) // mode.alignment) * mode.alignment for length in lengths)
         assert padded <= (mode.capacity if len(lengths) > 1 else mode.pack_size)
-    assert all(int(reader(0, ref.shard).tokens[ref.row]) > 8192 for ref in dropped)
+    assert all(int(reader.of_shard(0, ref.shard).tokens[ref.row]) > 8192 for ref in dropped)
 
 
 @pytest.mark.parametrize("name", ["uniform 4000..7500", "bimodal", "one giant", "all equal"])
@@ -132,7 +132,7 @@ def test_windows_with_carry_need_no_more_packs_than_first_fit(make, name):
     stream = [
         ref for unit in make.stream(make.planner(sources, PlanConfig(window=512), ADVERSARIAL[name])) for ref in unit
     ]
-    lengths = [int(reader(0, ref.shard).tokens[ref.row]) for ref in stream]
+    lengths = [int(reader.of_shard(0, ref.shard).tokens[ref.row]) for ref in stream]
     assert report.packs <= sum(first_fit(lengths[at : at + 512], 8192) for at in range(0, len(lengths), 512))
 
 

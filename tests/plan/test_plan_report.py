@@ -146,7 +146,7 @@ def test_progress_is_heard(make):
 
 def test_text_only_plans_have_no_vision_to_balance(make):
     class Text(make.reader):
-        def __call__(self, source, shard):
+        def of_shard(self, source, shard):
             n = self.sources[source].samples_per_shard[shard]
             zeros = np.zeros(n, dtype=np.int64)
             return SampleColumns(

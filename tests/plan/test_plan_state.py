@@ -299,6 +299,7 @@ def test_a_state_stays_small_at_the_worst_moment(make):
 class CachedReader:
     def __init__(self, make, lengths):
         self.columns = make.columns(lengths(None, 10_000))
+        self.join = make.join
 
-    def __call__(self, source, shard):
-        return self.columns
+    def __call__(self, source, shards):
+        return self.join([self.columns] * len(shards))

@@ -218,7 +218,7 @@ def counted_by_other_rules(table: pa.Table) -> pa.Table:
 
 def columns_of(dataset: Path, processor=None, **options) -> list[list[float]]:
     datasets, _, _ = open_planner(normalise_sources(str(dataset)), StreamOptions(mode="plain", **options), processor)
-    columns = datasets.read_many(0, range(25))
+    columns = datasets(0, range(25))
     return [getattr(columns, field.name).tolist() for field in fields(columns)]
 
 

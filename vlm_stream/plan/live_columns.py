@@ -6,14 +6,12 @@ sample; shards that are never touched take none.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vlm_stream.errors import DatasetError
 from vlm_stream.plan.costs import vit_cost
-from vlm_stream.plan.values import SampleColumns
 from vlm_stream.ragged import entries_of
 
 if TYPE_CHECKING:
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vlm_stream.plan.costs import CostConfig
-    from vlm_stream.plan.values import ColumnReader, SourceSpec
+    from vlm_stream.plan.values import ColumnReader, SampleColumns, SourceSpec
 
     Ints = npt.NDArray[np.int64]
 
@@ -73,21 +71,7 @@ class LiveColumns:
 
 def read_shards(read: ColumnReader, number: int, spec: SourceSpec, shards: Sequence[int]) -> SampleColumns:
     """Read the columns of shards, one behind the other, and check that they are as long as the manifest says."""
-    read_many = getattr(read, "read_many", None)
-    if read_many is not None:
-        columns: SampleColumns = read_many(number, shards)
-        _check_length(columns, spec, shards)
-        return columns
-    parts = [read(number, shard) for shard in shards]
-    for shard, part in zip(shards, parts, strict=True):
-        _check_length(part, spec, [shard])
-    if len(parts) == 1:
-        return parts[0]
-    names = [field.name for field in fields(SampleColumns)]
-    return SampleColumns(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
-
-
-def _check_length(columns: SampleColumns, spec: SourceSpec, shards: Sequence[int]) -> None:
+    columns = read(number, shards)
     expected = sum(map(spec.samples_per_shard.__getitem__, shards))
     if len(columns.tokens) != expected:
         which = (
@@ -97,3 +81,4 @@ def _check_length(columns: SampleColumns, spec: SourceSpec, shards: Sequence[int
             f"The {which} of source '{spec.name}' has {len(columns.tokens)} samples, the manifest says {expected}; "
             f"every position behind it would be wrong. Index the shard again or restore its manifest."
         )
+    return columns

@@ -170,7 +170,7 @@ class _Tally:
         splits = np.concatenate([[0], np.cumsum(np.bincount(inverse.ravel()))])
         for at, (source, shard) in enumerate(shards.tolist()):
             if (source, shard) not in self.ranges:
-                columns = self.planner.read_columns(source, shard)
+                columns = self.planner.read_columns(source, [shard])
                 self.ranges[source, shard] = (columns.offset, columns.num_bytes)
                 while len(self.ranges) > 4 * self.planner.config.order.group_shards * len(self.planner.sources):
                     del self.ranges[next(iter(self.ranges))]

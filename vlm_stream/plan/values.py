@@ -8,11 +8,13 @@ tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import numpy as np
     import numpy.typing as npt
 
@@ -47,16 +49,8 @@ class SampleColumns:
     """[n] Length of the byte range."""
 
 
-class ColumnReader(Protocol):
-    """Gives the columns of one shard; the plan calls it only for shards that its window touches.
-
-    A reader may also have `read_many(source: int, shards: Sequence[int]) -> SampleColumns`: the columns of shards one
-    behind the other, for readers that are quicker when they are asked for all at once.
-    """
-
-    def __call__(self, source: int, shard: int) -> SampleColumns:
-        """Return the columns of that shard."""
-        ...
+ColumnReader: TypeAlias = "Callable[[int, Sequence[int]], SampleColumns]"
+"""`read(source, shards)` returns the columns of these shards, one after the other; called only for shards in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,12 +130,8 @@ class OpenDatasets:
                 source.url,
             )
 
-    def __call__(self, source: int, shard: int) -> SampleColumns:
-        """Return what the plan must know of one shard's samples (this makes it the plan's column reader)."""
-        return self.read_many(source, [shard])
-
-    def read_many(self, source: int, shards: Sequence[int]) -> SampleColumns:
-        """Return what the plan must know of the samples of some shards, one behind the other."""
+    def __call__(self, source: int, shards: Sequence[int]) -> SampleColumns:
+        """Return what the plan must know of the samples of some shards, one after the other: its column reader."""
         joint = self._join(source, len(shards))
         if joint is not None:
             rows = entries_of(joint.splits, np.asarray(shards))
@@ -260,7 +256,7 @@ class OpenDatasets:
     def _mean_tokens(self, source: int) -> float:
         sizes = self.manifests[source].shards.column("samples")
         largest = sizes.index(max(sizes))
-        return max(float(self(source, largest).tokens.mean()), 1.0)
+        return max(float(self(source, [largest]).tokens.mean()), 1.0)
 
 
 def _columns(counted: TokenColumns, labels: Ints, offset: Ints, size: Ints) -> SampleColumns:

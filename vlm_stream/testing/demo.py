@@ -80,7 +80,7 @@ def _show_plan(shards: Path, picture: Path, console: Console) -> None:
     options = StreamOptions(pack_size=_PACK_SIZE)
     datasets, planner, _ = open_planner(normalise_sources(shards), options)
     report = plan_report(planner, options.shape(1))
-    columns = [datasets(0, shard) for shard in range(len(datasets.manifests[0].shards))]
+    columns = [datasets(0, [shard]) for shard in range(len(datasets.manifests[0].shards))]
     packs = []
     for step in planner.steps(options.shape(1)):
         refs = [ref for unit in step.units(0, 0) if unit is not None for ref in unit.refs]
