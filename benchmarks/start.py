@@ -139,8 +139,8 @@ def _watch_all(stages: Stages) -> None:
     stages.watch(datasets.OpenDatasets, "prefetch", "indexes")
     stages.watch(planner, "plan_window", "plan")
     stages.watch(planner, "next_block", "plan")
-    stages.watch(reader.SpanReader, "_launch", "ask for data")
-    stages.watch(reader.SpanReader, "_finish", "wait for data")
+    stages.watch(reader.SpanReader, "begin", "ask for data")
+    stages.watch(reader.Reading, "results", "wait for data")
     stages.watch(pipeline, "_finish", _ENCODE)
 
 

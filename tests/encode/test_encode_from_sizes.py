@@ -42,7 +42,7 @@ def samples(toy_shards):
     with SpanReader() as reader:
         for shard in manifest.shards:
             index = read_index(store, shard)
-            for row, members in reader.read((row, index.span(row)) for row in range(len(index))):
+            for row, members in enumerate(reader.begin([index.span(row) for row in range(len(index))]).results()):
                 texts = {name: bytes(content) for name, content in members.items() if is_text_member(name)}
                 found.append((to_conversation(manifest.fields, list(members), texts), members, index.sizes(row)))
     return found

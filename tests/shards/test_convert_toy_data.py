@@ -70,7 +70,7 @@ def test_index_holds_the_sizes_of_the_media(toy_shards: Path) -> None:
     for shard in load_manifest(store).shards:
         index = read_index(store, shard)
         with SpanReader(ReadOptions()) as reader:
-            for row, members in reader.read((row, index.span(row)) for row in range(len(index))):
+            for row, members in enumerate(reader.begin([index.span(row) for row in range(len(index))]).results()):
                 items = list(iter_media(json.loads(bytes(members["json"]))["conversation"]))
                 images = [Image.open(io.BytesIO(members[i["image"]])).size for i in items if i["type"] == "image"]
                 begin, end = index.media.image_splits[row : row + 2]

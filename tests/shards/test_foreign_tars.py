@@ -47,7 +47,7 @@ def conversations(dataset: Path) -> dict[str, list[dict]]:
     for shard in manifest.shards:
         index = read_index(store, shard, tars=manifest.tars)
         with SpanReader() as reader:
-            for row, members in reader.read((row, index.span(row)) for row in range(len(index))):
+            for row, members in enumerate(reader.begin([index.span(row) for row in range(len(index))]).results()):
                 assert not isinstance(members, Exception), members
                 texts = {name: bytes(data) for name, data in members.items()}
                 found[index.key(row)] = to_conversation(manifest.fields, list(members), texts)

@@ -8,6 +8,7 @@ import random
 import time
 from pathlib import Path
 
+from tests.storage.shard_data import read
 from vlm_stream.storage import ReadOptions, SpanReader, open_store
 
 
@@ -23,7 +24,7 @@ def _read_for_ever(shards, folder, options, started):
     with SpanReader(cache_options(folder), store_options=options) as reader:
         started.set()
         while True:
-            for tag, result in reader.read(shards.order(os.getpid())):
+            for tag, result in read(reader, shards.order(os.getpid())):
                 shards.assert_equal(tag, result)
 
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vlm_stream.storage import Member, Span, crc32c_of, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vlm_stream.storage import SpanReader, SpanResult
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,13 @@ class Shards:
         """Fail unless the result is exactly the sample of that position."""
         assert not isinstance(result, Exception), result
         assert {name: bytes(view) for name, view in result.items()} == self.contents[tag]
+
+
+def read(reader: SpanReader, pairs: Iterable[tuple[int, Span]]) -> list[tuple[int, SpanResult]]:
+    """Read tagged spans as one batch; return the tags with what was read."""
+    pairs = list(pairs)
+    results = reader.begin([span for _, span in pairs]).results()
+    return [(tag, result) for (tag, _), result in zip(pairs, results, strict=True)]
 
 
 def write_shards(

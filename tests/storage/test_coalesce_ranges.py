@@ -5,12 +5,11 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_stream.storage import ReadOptions, Span
-from vlm_stream.storage.coalesce import plan_requests
+from vlm_stream.storage import ReadOptions, Span, plan_requests
 
 
 def span(offset: int, size: int, path: str = "a.tar", shard_size: int | None = None) -> Span:
-    return Span("root", path, offset, size, 0, (), shard_size)
+    return Span("s3://bucket/root", path, offset, size, 0, (), shard_size)
 
 
 def shapes(spans, **options):
@@ -99,14 +98,12 @@ def test_no_gap_larger_than_allowed_is_read(spans, max_gap):
 
 @given(spans_of_shards)
 def test_of_local_files_not_a_byte_is_read_that_nobody_wants(spans):
-    options = ReadOptions(whole_shard_fraction=0.01)
-    for request in plan_requests(spans, options, {span.root for span in spans}):
+    local = [span._replace(root="/data/set") for span in spans]
+    for request in plan_requests(local, ReadOptions(whole_shard_fraction=0.01)):
         covered = {byte for p in request.spans for byte in range(spans[p].offset, spans[p].offset + spans[p].size)}
         assert request.size == len(covered)
 
 
-def test_neighbours_in_local_files_are_read_together_as_far_as_they_stay_warm():
-    spans = [span(number << 20, 1 << 20) for number in range(9)]
-    assert [r.spans for r in plan_requests(spans, ReadOptions(), {spans[0].root})] == [(0, 1, 2, 3), (4, 5, 6, 7), (8,)]
-    large = [span(0, 5 << 20), span(5 << 20, 100)]
-    assert [r.size for r in plan_requests(large, ReadOptions(), {large[0].root})] == [5 << 20, 100]
+def test_neighbours_in_local_files_are_read_together():
+    spans = [span(number << 20, 1 << 20)._replace(root="/data/set") for number in range(17)]
+    assert [r.spans for r in plan_requests(spans, ReadOptions())] == [tuple(range(16)), (16,)]

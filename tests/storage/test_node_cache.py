@@ -14,7 +14,7 @@ import pytest
 
 from tests.storage.fault_proxy import Fault
 from tests.storage.kill_fill import cache_options, cached_files, kill_during_fill
-from tests.storage.shard_data import write_shards
+from tests.storage.shard_data import read, write_shards
 from vlm_stream.storage import SpanReader, StoreOptions
 from vlm_stream.storage.cache import NodeCache, NoRoomError, ShardKey
 
@@ -138,7 +138,7 @@ def test_a_failed_download_leaves_nothing(tmp_path):
 
 def read_with_cache(shards, folder, options, max_bytes=10**9):
     with SpanReader(cache_options(folder, max_bytes), store_options=options) as reader:
-        for tag, result in reader.read(shards.order()):
+        for tag, result in read(reader, shards.order()):
             shards.assert_equal(tag, result)
         return reader.metrics
 

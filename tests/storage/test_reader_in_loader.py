@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from tests.storage.shard_data import read
 from vlm_stream.storage import SpanReader, open_store
 
 _PATIENCE_S = 60
@@ -19,7 +20,7 @@ class _Samples(IterableDataset):
         self.store.head(self.spans[0].path)
         mine = list(enumerate(self.spans))[info.id :: info.num_workers]
         with SpanReader(store_options=self.options) as reader:
-            for tag, result in reader.read(mine):
+            for tag, result in read(reader, mine):
                 yield tag, {name: bytes(view) for name, view in result.items()}
 
 

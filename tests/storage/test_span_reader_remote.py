@@ -10,9 +10,9 @@ import time
 import pytest
 
 from tests.storage.fault_proxy import Fault, FaultMix
-from tests.storage.shard_data import write_shards
+from tests.storage.shard_data import read, write_shards
 from vlm_stream.errors import AccessError, BadSampleError, ChangedObjectError, NotFoundError, StorageError
-from vlm_stream.storage import ReadOptions, RetryOptions, SpanReader, StoreOptions, open_store
+from vlm_stream.storage import ReadOptions, RetryOptions, SpanReader, StoreOptions, engine, open_store
 from vlm_stream.storage.remote import ObjectStore
 
 
@@ -30,7 +30,7 @@ def read_all(shards, options, store_options, seed=0):
     """Read every sample in a random order; check order and bytes; return the totals."""
     pairs = shards.order(seed)
     with SpanReader(options, store_options=store_options) as reader:
-        results = list(reader.read(pairs))
+        results = read(reader, pairs)
         assert [tag for tag, _ in results] == [tag for tag, _ in pairs]
         for tag, result in results:
             shards.assert_equal(tag, result)
@@ -38,7 +38,7 @@ def read_all(shards, options, store_options, seed=0):
 
 
 def test_plan_order_and_bytes(s3_shards, s3_server):
-    totals = read_all(s3_shards, ReadOptions(prefetch_bytes=50_000), s3_server.options)
+    totals = read_all(s3_shards, ReadOptions(), s3_server.options)
     assert totals.retries == 0
     assert totals.requests_per_sample <= 1
 
@@ -55,12 +55,9 @@ def test_a_storm_of_503_lowers_the_number_in_flight(s3_shards, proxy):
     proxy.faults = [Fault("status", status=503)] * 60
     options = dataclasses.replace(alone(s3_shards), max_inflight=16)
     with SpanReader(options, store_options=proxied(proxy)) as reader:
-        stream = reader.read(s3_shards.order())
-        tag, result = next(stream)
-        s3_shards.assert_equal(tag, result)
-        assert reader._engine._traffic.limit < 16
-        for tag, result in stream:
+        for tag, result in read(reader, s3_shards.order()):
             s3_shards.assert_equal(tag, result)
+        assert reader._engine._traffic.limit < 16
         assert reader.metrics.throttles == 60
 
 
@@ -68,7 +65,7 @@ def test_a_cut_body_goes_on_at_its_byte(s3_shards, proxy):
     proxy.faults = [Fault("cut", at=700), Fault("cut", at=300)]
     span = s3_shards.spans[5]
     with SpanReader(store_options=proxied(proxy)) as reader:
-        ((tag, result),) = reader.read([(5, span)])
+        ((tag, result),) = read(reader, [(5, span)])
         s3_shards.assert_equal(tag, result)
         last = span.offset + span.size - 1
         assert proxy.ranges == [f"bytes={span.offset + done}-{last}" for done in (0, 700, 1000)]
@@ -80,7 +77,7 @@ def test_progress_renews_the_patience(s3_shards, proxy):
     span = s3_shards.spans[5]
     proxy.faults = [Fault("cut", at=100)] * 12
     with SpanReader(store_options=proxied(proxy, retry={"max_retries": 1})) as reader:
-        ((tag, result),) = reader.read([(5, span)])
+        ((tag, result),) = read(reader, [(5, span)])
         s3_shards.assert_equal(tag, result)
 
 
@@ -94,16 +91,13 @@ def test_bad_connections(s3_shards, proxy, kind):
 
 
 def test_refused_connections_are_waited_out(s3_shards, proxy):
-    """Few samples are asked for ahead, so that most requests are still to be made when the server goes away."""
-    options = dataclasses.replace(alone(s3_shards), prefetch_bytes=20_000)
-    with SpanReader(options, store_options=proxied(proxy, retry={"max_backoff_s": 2, "backoff_s": 0.1})) as reader:
-        stream = reader.read(s3_shards.order())
-        next(stream)
+    with SpanReader(store_options=proxied(proxy, retry={"max_backoff_s": 2, "backoff_s": 0.1})) as reader:
+        read(reader, s3_shards.order()[:1])
         refusal = contextlib.ExitStack()
         refusal.enter_context(proxy.refusing())
         server_returns = threading.Thread(target=close_after_a_retry, args=(refusal, reader))
         server_returns.start()
-        for tag, result in stream:
+        for tag, result in read(reader, s3_shards.order()):
             s3_shards.assert_equal(tag, result)
         server_returns.join()
         assert reader.metrics.retries > 0
@@ -130,7 +124,7 @@ def test_flipped_byte_at_rest_is_a_bad_sample(s3_shards, s3_server):
     blob[span.offset + 70] ^= 4
     store.put(span.path, bytes(blob))
     with SpanReader(store_options=s3_server.options) as reader:
-        results = dict(reader.read(enumerate(s3_shards.spans)))
+        results = dict(read(reader, enumerate(s3_shards.spans)))
     bad = results.pop(3)
     assert isinstance(bad, BadSampleError)
     assert bad.reason == "crc_mismatch"
@@ -144,14 +138,14 @@ def test_other_etag_or_size_is_an_error(s3_shards, s3_server):
     etag = store.head(s3_shards.spans[0].path).etag
     same = s3_shards.spans[0]._replace(etag=etag)
     with SpanReader(store_options=s3_server.options) as reader:
-        ((_, result),) = reader.read([(0, same)])
+        ((_, result),) = read(reader, [(0, same)])
         s3_shards.assert_equal(0, result)
         other = same._replace(etag="0123")
         with pytest.raises(ChangedObjectError, match=r"etag .* instead of 0123"):
-            list(reader.read([(0, other)]))
+            read(reader, [(0, other)])
         longer = same._replace(shard_size=17)
         with pytest.raises(ChangedObjectError, match=r"bytes instead of 17"):
-            list(reader.read([(0, longer)]))
+            read(reader, [(0, longer)])
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -162,7 +156,7 @@ def test_samples_of_an_object_that_was_cut_short_are_bad_or_whole(s3_shards, s3_
     store.put(first.path, store.get(first.path)[: spans[2][1].offset])
     options = ReadOptions(cache_dir=str(tmp_path), cache_bytes=1 << 30) if cached else ReadOptions()
     with SpanReader(options, store_options=s3_server.options) as reader:
-        results = dict(reader.read(spans))
+        results = dict(read(reader, spans))
     for number, _ in spans[:2]:
         s3_shards.assert_equal(number, results.pop(number))
     assert {result.reason for result in results.values()} == {"truncated"}
@@ -171,7 +165,7 @@ def test_samples_of_an_object_that_was_cut_short_are_bad_or_whole(s3_shards, s3_
 def test_a_missing_shard_may_be_bad_samples(s3_shards, s3_server):
     span = s3_shards.spans[0]._replace(path="no-such.tar")
     with SpanReader(ReadOptions(missing_is_bad=True), store_options=s3_server.options) as reader:
-        (_, bad), (_, good) = reader.read([(0, span), (1, s3_shards.spans[1])])
+        (_, bad), (_, good) = read(reader, [(0, span), (1, s3_shards.spans[1])])
     assert (bad.reason, str(bad).endswith("The sample is left out.")) == ("missing_shard", True)
     s3_shards.assert_equal(1, good)
 
@@ -191,7 +185,7 @@ def test_an_object_replaced_during_a_read_is_not_mixed(s3_shards, s3_server, pro
         SpanReader(store_options=proxied(proxy)) as reader,
         pytest.raises(ChangedObjectError, match="was replaced while it was being read"),
     ):
-        list(reader.read([(0, span)]))
+        read(reader, [(0, span)])
 
 
 def test_404_and_403_fail_at_once(s3_shards, s3_server, proxy, monkeypatch):
@@ -200,13 +194,13 @@ def test_404_and_403_fail_at_once(s3_shards, s3_server, proxy, monkeypatch):
         SpanReader(store_options=proxied(proxy)) as reader,
         pytest.raises(NotFoundError, match=rf"nothing at {s3_shards.root}/no-such.tar. Check the bucket"),
     ):
-        list(reader.read([(0, missing)]))
+        read(reader, [(0, missing)])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with (
         SpanReader(store_options=proxied(proxy)) as reader,
         pytest.raises(AccessError, match=rf"refused the request for {s3_shards.root}/.*Check the credentials"),
     ):
-        list(reader.read([(0, s3_shards.spans[0])]))
+        read(reader, [(0, s3_shards.spans[0])])
     assert proxy.seen["GET"] == 2
 
 
@@ -216,14 +210,14 @@ def test_retries_and_deadline_run_out(s3_shards, proxy):
         SpanReader(store_options=proxied(proxy, retry={"max_retries": 2})) as reader,
         pytest.raises(StorageError, match=r"could not be read or written in .* with retries"),
     ):
-        list(reader.read([(0, s3_shards.spans[0])]))
+        read(reader, [(0, s3_shards.spans[0])])
     assert reader.metrics.requests == 3
     proxy.faults = lambda *_: Fault("status", status=503)
     with (
         SpanReader(store_options=proxied(proxy, retry={"deadline_s": 0.3})) as reader,
         pytest.raises(StorageError, match="raise max_retries and deadline_s"),
     ):
-        list(reader.read([(0, s3_shards.spans[0])]))
+        read(reader, [(0, s3_shards.spans[0])])
 
 
 def test_a_body_that_drips_ends_at_the_deadline(s3_shards, proxy):
@@ -232,17 +226,7 @@ def test_a_body_that_drips_ends_at_the_deadline(s3_shards, proxy):
         SpanReader(store_options=proxied(proxy, retry={"deadline_s": 0.5})) as reader,
         pytest.raises(StorageError, match="could not be read or written in"),
     ):
-        list(reader.read([(0, s3_shards.spans[0])]))
-
-
-def test_a_slow_read_is_raced_by_a_second_one(s3_shards, proxy):
-    proxy.faults = [Fault("stall", at=10, seconds=20)]
-    options = dataclasses.replace(alone(s3_shards), hedge_after_s=0.2, max_inflight=1)
-    with SpanReader(options, store_options=proxied(proxy, read_timeout_s=2)) as reader:
-        for tag, result in reader.read(list(enumerate(s3_shards.spans))[:5]):
-            s3_shards.assert_equal(tag, result)
-        assert reader.metrics.hedges >= 1
-        assert reader.metrics.retries == 0
+        read(reader, [(0, s3_shards.spans[0])])
 
 
 def test_everything_at_once_gives_the_same_samples_in_the_same_order(s3_shards, proxy):
@@ -273,11 +257,12 @@ class CountingStore(ObjectStore):
         return dataclasses.replace(body, chunks=chunks())
 
 
-def test_no_more_requests_in_flight_than_allowed(s3_shards, s3_server):
+def test_no_more_requests_in_flight_than_allowed(s3_shards, s3_server, monkeypatch):
     store = CountingStore(s3_shards.root, s3_server.options)
+    monkeypatch.setattr(engine, "open_store", lambda *_: store)
     options = dataclasses.replace(alone(s3_shards), max_inflight=3)
-    with SpanReader(options, stores={s3_shards.root: store}) as reader:
-        assert len(list(reader.read(s3_shards.order()))) == len(s3_shards.spans)
+    with SpanReader(options) as reader:
+        assert len(read(reader, s3_shards.order())) == len(s3_shards.spans)
     assert 2 <= store.max_open <= 3
 
 
@@ -286,7 +271,7 @@ def test_budgets_hold_requests_back(s3_shards, s3_server):
     options = dataclasses.replace(alone(s3_shards), bytes_per_s=sum(span.size for _, span in spans) / 3)
     begun = time.monotonic()
     with SpanReader(options, store_options=s3_server.options) as reader:
-        list(reader.read(spans))
+        read(reader, spans)
     assert time.monotonic() - begun >= 1.5  # one second's worth is free, the other two are waited for
 
 
@@ -295,8 +280,10 @@ def test_leaving_early_leaves_no_thread_and_no_connection(s3_server, proxy, requ
     before = set(threading.enumerate())
     proxy.faults = lambda number, *_: Fault("slow", seconds=0.2) if number > 3 else None
     with SpanReader(alone(shards), store_options=proxied(proxy)) as reader:
-        for _tag, _result in reader.read(shards.order()):
-            break
+        reading = reader.begin(shards.spans)
+        while proxy.seen.total() < 6:
+            time.sleep(0.01)
+        reading.cancel()
     mine = {thread for thread in set(threading.enumerate()) - before if "vlm-stream" in thread.name}
     assert not mine
     end = time.monotonic() + 5
@@ -309,8 +296,7 @@ def test_closing_under_a_running_read_says_so(s3_shards, proxy):
     proxy.faults = lambda number, *_: Fault("slow", seconds=0.1) if number > 3 else None
     options = dataclasses.replace(alone(s3_shards), max_inflight=4)
     with SpanReader(options, store_options=proxied(proxy)) as reader:
-        stream = reader.read(s3_shards.order())
-        next(stream)
+        reading = reader.begin(s3_shards.spans)
         reader.close()
-        with pytest.raises(StorageError, match="The reader was closed while samples were still being read"):
-            list(stream)
+        with pytest.raises(StorageError, match="The reading was cancelled, or its reader closed"):
+            reading.results()

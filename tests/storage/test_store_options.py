@@ -9,9 +9,8 @@ from vlm_stream.storage import ReadOptions, RetryOptions, StoreOptions
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ReadOptions(prefetch_bytes=0), "ReadOptions.prefetch_bytes is 0, but must be at least 1"),
-        (lambda: ReadOptions(max_inflight=0), "max_inflight is 0"),
-        (lambda: ReadOptions(hedge_after_s=0.0), "hedge_after_s is 0.0"),
+        (lambda: ReadOptions(max_inflight=0), "ReadOptions.max_inflight is 0, but must be at least 1"),
+        (lambda: ReadOptions(requests_per_s=0.0), "requests_per_s is 0.0"),
         (lambda: ReadOptions(whole_shard_fraction=0), r"must lie in \(0, 1\]"),
         (lambda: ReadOptions(cache_dir="x"), "cache_dir and cache_bytes belong together"),
         (lambda: ReadOptions(cache_bytes=5), "cache_dir and cache_bytes belong together"),

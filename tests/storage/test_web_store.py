@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 
-from tests.storage.shard_data import write_shards
+from tests.storage.shard_data import read, write_shards
 from tests.storage.web_server import HubServer, WebServer, make_certificate
 from vlm_stream.errors import ConfigError, NotFoundError, StorageError
-from vlm_stream.storage import ReadOptions, RetryOptions, SpanReader, StoreOptions, open_store
+from vlm_stream.storage import RetryOptions, SpanReader, StoreOptions, open_store
 
 QUICK = RetryOptions(max_retries=1, backoff_s=0.01)
 
@@ -29,8 +29,8 @@ def moved(shards, root):
 
 
 def read_all(shards, options):
-    with SpanReader(ReadOptions(prefetch_bytes=50_000), store_options=options) as reader:
-        for tag, result in reader.read(shards.order()):
+    with SpanReader(store_options=options) as reader:
+        for tag, result in read(reader, shards.order()):
             shards.assert_equal(tag, result)
 
 
@@ -65,7 +65,7 @@ def test_a_server_without_ranges_is_refused(files):
     with WebServer(served, ranges=False) as server, SpanReader() as reader:
         moved_shards = moved(shards, f"{server.url}/data")
         with pytest.raises(StorageError, match="does not serve byte ranges"):
-            list(reader.read(enumerate(moved_shards.spans)))
+            read(reader, enumerate(moved_shards.spans))
 
 
 def test_hub_datasets(files):

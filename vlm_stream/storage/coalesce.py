@@ -4,7 +4,7 @@
     gaps <= max_gap are read over      [a---b]         [cd]        one request each, unless too much of it is gap
     nothing larger than max_request    a longer run is cut between spans, a longer span into equal parts
     most of the shard wanted           every gap is read over
-    local files                        no gap is read over, and runs are cut sooner (spans are not)
+    local files                        no gap is read over
 
 Requests come out in the order in which their first span is needed.
 """
@@ -12,18 +12,17 @@ Requests come out in the order in which their first span is needed.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from vlm_stream.storage.url import scheme_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from vlm_stream.storage.options import ReadOptions
     from vlm_stream.storage.values import Span
 
 __all__ = ["RangeRequest", "plan_requests"]
-
-_WARM_BYTES: Final = 4 * 1024 * 1024
-"""As much of a local file stays in the processor's cache until its samples have been looked at."""
 
 
 class RangeRequest(NamedTuple):
@@ -50,15 +49,8 @@ class _Limits(NamedTuple):
     """Bytes read per byte wanted."""
 
 
-def plan_requests(spans: Sequence[Span], options: ReadOptions, local_roots: Collection[str] = ()) -> list[RangeRequest]:
-    """Cover every span by requests; a span larger than a request is covered by several, in offset order.
-
-    Args:
-        spans: What is wanted.
-        options: How to merge.
-        local_roots: Those of the spans' roots that are folders. A request to them takes no longer than to copy what
-            lies in a gap.
-    """
+def plan_requests(spans: Sequence[Span], options: ReadOptions) -> list[RangeRequest]:
+    """Cover every span by requests; a span larger than a request is covered by several, in offset order."""
     by_shard: dict[tuple[object, ...], list[int]] = {}
     for position, (root, path, _, _, _, _, shard_size, etag) in enumerate(spans):
         by_shard.setdefault((root, path, shard_size, etag), []).append(position)
@@ -69,7 +61,7 @@ def plan_requests(spans: Sequence[Span], options: ReadOptions, local_roots: Coll
             root, path, offset, size, _, _, shard_size, etag = first
             requests.append(RangeRequest(root, path, offset, size, (positions[0],), shard_size, etag))
             continue
-        limits = _limits(spans, positions, options, is_local=first.root in local_roots)
+        limits = _limits(spans, positions, options)
         requests += _plan_shard(spans, positions, options, limits)
     requests.sort(key=lambda request: (min(request.spans), request.offset))
     return requests
@@ -112,9 +104,9 @@ def _plan_shard(
     return requests
 
 
-def _limits(spans: Sequence[Span], positions: list[int], options: ReadOptions, *, is_local: bool) -> _Limits:
-    if is_local:
-        return _Limits(min(_WARM_BYTES, options.max_request_bytes), 0, float("inf"))
+def _limits(spans: Sequence[Span], positions: list[int], options: ReadOptions) -> _Limits:
+    if scheme_of(spans[positions[0]].root) == "file":  # one more request costs less than to copy a gap
+        return _Limits(options.max_request_bytes, 0, float("inf"))
     shard_size = spans[positions[0]].shard_size
     if shard_size:
         wanted = {spans[p].offset: spans[p].size for p in positions}

@@ -1,4 +1,4 @@
-"""One range, whatever happens: retried, resumed at its byte, raced, ended by a deadline.
+"""One range, whatever happens: retried, resumed at its byte, ended by a deadline.
 
 Enters: a source that can begin a range, and the traffic that it shares with others. Leaves: the whole range, or the
 error that says why not. The policy itself is in `retry.py`; what clients raise is understood by the source.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import random
 import time
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,12 +19,12 @@ from vlm_stream.storage.store import Fetched
 from vlm_stream.storage.traffic import ReadCancelledError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from vlm_stream.storage.options import RetryOptions
     from vlm_stream.storage.traffic import Traffic
 
-__all__ = ["RangeBody", "RangeSource", "fetch_range", "hedged"]
+__all__ = ["RangeBody", "RangeSource", "fetch_range"]
 
 _log = logging.getLogger(__name__)
 
@@ -132,19 +131,3 @@ def fetch_range(source: RangeSource, path: str, offset: int, size: int | None, t
         _log.debug("%s: %s; again in %.2f s from byte %d", source.url(path), fault.text, wait_s, progress.num_bytes)
         traffic.metrics.add(retries=1)
         traffic.sleep(wait_s)
-
-
-def hedged(read: Callable[[], Fetched], executor: Executor, after_s: float, traffic: Traffic) -> Fetched:
-    """Run `read`; when it takes longer than `after_s`, run it once more beside, and take what comes first."""
-    racers: set[Future[Fetched]] = {executor.submit(read)}
-    done, _ = wait(racers, timeout=after_s)
-    if not done:
-        traffic.metrics.add(hedges=1)
-        racers.add(executor.submit(read))
-        done, _ = wait(racers, return_when=FIRST_COMPLETED)
-    winner = next((racer for racer in done if racer.exception() is None), None)
-    if winner is None:
-        # One failed first: the other may still bring the bytes, and if not, its error is as good.
-        wait(racers)
-        winner = next((racer for racer in racers if racer.exception() is None), next(iter(done)))
-    return winner.result()

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import AccessError, ConfigError, NotFoundError, StorageError
-from vlm_stream.storage.reused_memory import ReusedMemory
 from vlm_stream.storage.store import Buffer, Fetched, PutData
 from vlm_stream.storage.url import check_path, join_url, local_path
 from vlm_stream.storage.values import ObjectInfo
@@ -30,8 +29,6 @@ __all__ = ["LocalStore"]
 _MAX_OPEN_FILES = 128
 _TEMP_PREFIX = ".vlm-stream-"
 _COPY_BYTES = 1 << 20
-# One for all stores of a process: a mixture has many. Twice what is read ahead by default, since blocks are rounded up.
-_MEMORY = ReusedMemory(128 << 20)
 
 
 class _OpenFile:
@@ -76,41 +73,13 @@ class LocalStore:
     def fetch(self, path: str, offset: int, size: int) -> Fetched:
         """Return one range and the file's size. Local files have no etag: copies of a dataset must stay equal."""
         try:
-            file = self._open(path)  # held by name: whoever lets go last closes it
-            memory = _MEMORY.take(size)
-            data = os.pread(file.descriptor, size, offset) if memory is None else _fill(memory, file.descriptor, offset)
+            file = self._open(path)  # held by name: the last reader closes it
+            data = os.pread(file.descriptor, size, offset)
             if len(data) < size:
                 data = _read_rest(file.descriptor, data, offset, size)
             return Fetched(data, os.fstat(file.descriptor).st_size, None)
         except OSError as error:
             raise _error_of(error, self.url(path)) from error
-
-    def fetch_resident(self, path: str, offset: int, size: int) -> Fetched | None:
-        """Do the same for a range that lies in the page cache; None where it does not, or that cannot be told."""
-        if not hasattr(os, "RWF_NOWAIT"):
-            return None
-        try:
-            file, memory = self._open(path), bytearray(size)
-            if os.preadv(file.descriptor, [memory], offset, os.RWF_NOWAIT) < size:
-                return None
-            return Fetched(memoryview(memory).toreadonly(), os.fstat(file.descriptor).st_size, None)
-        except OSError:
-            return None
-
-    def is_resident(self, path: str, offset: int, size: int) -> bool:
-        """Return whether a range seems to lie in the page cache: its first and last byte can be had without waiting.
-
-        Never wrong in a way that matters: a page that is gone after all is read when it is wanted. File systems that
-        cannot tell (most network ones) say no.
-        """
-        if not hasattr(os, "RWF_NOWAIT") or size == 0:
-            return False
-        try:
-            file, one = self._open(path), [bytearray(1)]
-            first = os.preadv(file.descriptor, one, offset, os.RWF_NOWAIT)
-            return bool(first and os.preadv(file.descriptor, one, offset + size - 1, os.RWF_NOWAIT))
-        except OSError:
-            return False
 
     def put(self, path: str, data: PutData) -> None:
         """Write beside the target, flush to disk, then rename over it."""
@@ -175,12 +144,7 @@ class LocalStore:
         return file
 
 
-def _fill(memory: memoryview, descriptor: int, offset: int) -> memoryview:
-    """Read into memory, and return as much of it as was filled, for reading alone."""
-    return memory[: os.preadv(descriptor, [memory], offset)].toreadonly()
-
-
-def _read_rest(descriptor: int, data: Buffer, offset: int, size: int) -> bytes:
+def _read_rest(descriptor: int, data: bytes, offset: int, size: int) -> bytes:
     """Finish a short read: the kernel stops at 2 GB, network file systems where they like, the end of file for good."""
     parts = [data]
     num_read = len(data)

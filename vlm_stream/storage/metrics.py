@@ -14,7 +14,7 @@ class ReadTotals:
     """The counters at one moment."""
 
     requests: int = 0
-    """Sent to a store, retries and hedges included; a `pread` of a local file counts too."""
+    """Sent to a store, retries included; a `pread` of a local file counts too."""
     samples: int = 0
     """Handed out, bad ones included."""
     bad_samples: int = 0
@@ -24,7 +24,6 @@ class ReadTotals:
     """That came over the wire or from a local dataset, used or not; reads of the node cache are not counted."""
     retries: int = 0
     throttles: int = 0
-    hedges: int = 0
     rereads: int = 0
     """Spans read once more because their checksum did not match."""
     cache_hits: int = 0

@@ -90,13 +90,8 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How far ahead to read, how to merge, what to check."""
+    """How to merge, how many requests at a time, what to check."""
 
-    prefetch_bytes: int = 64 * MB
-    """Bytes of samples that are requested and not yet handed out; gaps that are read over come on top. One sample
-    larger than this is still read, alone."""
-    prefetch_samples: int = 512
-    """Samples requested and not yet handed out: small ones would otherwise be planned ahead by the ten thousand."""
     max_inflight: int = 32
     """Requests at a time; throttling lowers the number for a while."""
     max_gap_bytes: int = 256 * KB
@@ -109,8 +104,6 @@ class ReadOptions:
     """When this much of a remote shard is wanted at once, all of it is read, in parts, whatever the gaps."""
     missing_is_bad: bool = False
     """Samples of a shard that is not there are bad samples. Otherwise a missing shard ends the reading."""
-    hedge_after_s: float | None = None
-    """Race a second request against one that takes longer than this. None: never."""
     requests_per_s: float | None = None
     """Budget of this process. None: none."""
     bytes_per_s: float | None = None
@@ -123,13 +116,10 @@ class ReadOptions:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         for name, low in (
-            ("prefetch_bytes", 1),
-            ("prefetch_samples", 1),
             ("max_inflight", 1),
             ("max_gap_bytes", 0),
             ("max_amplification", 1),
             ("max_request_bytes", 1),
-            ("hedge_after_s", 0.001),
             ("requests_per_s", 0.001),
             ("bytes_per_s", 1),
             ("cache_bytes", 1),

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["ShardDownloads"]
 
 _log = logging.getLogger(__name__)
-_MIN_PART_BYTES = 256 * 1024
-_MAX_PART_BYTES = 8 * 1024 * 1024
+# Each of the network's threads may hold one part in memory.
+_PART_BYTES = 2 * 1024 * 1024
 # Few, so that the first to be needed is whole early.
 _SHARDS_AT_A_TIME = 4
 
@@ -43,16 +43,14 @@ class ShardDownloads:
         """Take the network's threads; nothing is opened before the first request.
 
         Args:
-            options: Where the cache is, its limit, and how many bytes may be in memory.
+            options: Where the cache is, its limit, and how many requests at a time.
             network: Threads that fetch parts.
             traffic: Shared with all requests.
         """
         self._cache = NodeCache(options.cache_dir or "", options.cache_bytes or 0)
         self._network = network
         self._traffic = traffic
-        # Each of the network's threads may hold one part: together no more than the prefetch.
-        share = options.prefetch_bytes // options.max_inflight
-        self._part_bytes = min(max(share, _MIN_PART_BYTES), _MAX_PART_BYTES, options.max_request_bytes)
+        self._part_bytes = min(_PART_BYTES, options.max_request_bytes)
         self._max_parts = options.max_inflight
         self._slots = threading.Semaphore(_SHARDS_AT_A_TIME)
         self._sizes: dict[tuple[str, str], int] = {}

@@ -32,8 +32,6 @@ class Fetched(NamedTuple):
     """Shorter than asked when the object ends before the range does."""
     object_size: int | None
     etag: str | None
-    crc32c: int | None = None
-    """Of the data, where whoever fetched it took the sum."""
 
 
 @runtime_checkable

@@ -46,14 +46,8 @@ def check_unchanged_object(url: str, expected: tuple[int | None, str | None], fe
         )
 
 
-def open_sample(span: Span, data: memoryview, crc: int | None = None) -> dict[str, memoryview] | BadSampleError:
-    """Return each member's content as a view of the span's bytes, or what is wrong with them.
-
-    Args:
-        span: What the index says of the sample.
-        data: Its bytes.
-        crc: Their checksum, where it is known; otherwise it is taken.
-    """
+def open_sample(span: Span, data: memoryview) -> dict[str, memoryview] | BadSampleError:
+    """Return each member's content as a view of the span's bytes, or what is wrong with them."""
     _, _, base, size, expected, members, _, _ = span
     if len(data) < size:
         return _bad(
@@ -63,7 +57,7 @@ def open_sample(span: Span, data: memoryview, crc: int | None = None) -> dict[st
             f"The shard was cut short; copy or write it again.",
         )
     if expected is not None:
-        crc = crc32c.crc32c(data) if crc is None else crc
+        crc = crc32c.crc32c(data)
         if crc != expected:
             return _bad(
                 span,
