@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vlm_stream.errors import BadSampleError
-    from vlm_stream.stream.options import StreamOptions
+    from vlm_stream.options import StreamOptions
 
 __all__ = ["RawRows", "RawSample"]
 
