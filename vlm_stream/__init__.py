@@ -16,7 +16,7 @@ _HOMES = {
     "RawSample": "vlm_stream.stream",
     "StoreOptions": "vlm_stream.storage",
     "StreamLoader": "vlm_stream.loader",
-    "StreamOptions": "vlm_stream.stream",
+    "StreamOptions": "vlm_stream.options",
     "VLMStream": "vlm_stream.stream",
     "VlmStreamError": "vlm_stream.errors",
     "finish_pixels": "vlm_stream.pixels",
@@ -40,10 +40,11 @@ if TYPE_CHECKING:
     from vlm_stream.batch import Batch
     from vlm_stream.errors import VlmStreamError
     from vlm_stream.loader import StreamLoader
+    from vlm_stream.options import StreamOptions
     from vlm_stream.pixels import finish_pixels
     from vlm_stream.shards import make_shards
     from vlm_stream.storage import StoreOptions
-    from vlm_stream.stream import RawSample, StreamOptions, VLMStream
+    from vlm_stream.stream import RawSample, VLMStream
 
 
 def __getattr__(name: str) -> Any:

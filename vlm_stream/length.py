@@ -16,9 +16,9 @@ from vlm_stream.stream.planning import open_planner
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from vlm_stream.options import StreamOptions
     from vlm_stream.plan import Count, Planner
-    from vlm_stream.stream.options import StreamOptions
-    from vlm_stream.stream.sources import SourceOptions
+    from vlm_stream.recipe import SourceOptions
     from vlm_stream.stream.state import RunState
 
 __all__ = ["LengthEstimate", "count_rounds", "estimate_length", "is_endless", "length_key"]

@@ -157,7 +157,7 @@ class StreamLoader:
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], **overrides: Any) -> StreamLoader:
         """Build a loader from a YAML recipe; keywords replace its values."""
-        from vlm_stream.config import load_config
+        from vlm_stream.recipe import load_config
 
         return cls(**(load_config(path) | overrides))
 

@@ -20,8 +20,8 @@ from vlm_stream.pp_media import prepare_vlm_media_for_pp
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vlm_stream.packs.hf_pack import Positions
     from vlm_stream.options import CollateFn, StreamOptions
+    from vlm_stream.packs.hf_pack import Positions
 
 __all__ = ["Collator", "CustomCollator", "PackedCollator", "PaddedCollator", "make_collator"]
 

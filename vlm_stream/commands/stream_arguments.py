@@ -6,26 +6,17 @@ later ones win. Values of `--set` are read as YAML.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from vlm_stream.commands.common import add_store_arguments, store_options
 from vlm_stream.errors import ConfigError
+from vlm_stream.options import RUN_ARGUMENTS, LoaderOptions, flag_fields
 
 if TYPE_CHECKING:
     import argparse
 
 __all__ = ["add_stream_arguments", "loader_arguments", "split_options"]
-
-_FLAGS: Final = {
-    "mode": str,
-    "pack_size": int,
-    "max_length": int,
-    "batch_size": int,
-    "micro_batches": int,
-    "window": int,
-    "seed": int,
-}
-
 
 def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
     """Add datasets, recipe and options."""
@@ -33,8 +24,9 @@ def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="YAML", help="a recipe: the arguments of StreamLoader")
     parser.add_argument("--processor", metavar="NAME_OR_PATH", help="the processor that trains")
     group = parser.add_argument_group("plan")
-    for name, kind in _FLAGS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X")
+    for option in flag_fields():
+        flag = f"--{option.name.replace('_', '-')}"
+        group.add_argument(flag, metavar="X", help=option.metadata["help"].removesuffix("."))
     group.add_argument("--world", type=int, metavar="N", help="data-parallel ranks (default: 1)")
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other option")
     add_store_arguments(parser)
@@ -44,7 +36,7 @@ def loader_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of a `StreamLoader` that the command line names."""
     import yaml
 
-    from vlm_stream.config import load_config
+    from vlm_stream.recipe import load_config
 
     recipes = [name for name in args.datasets if name.endswith((".yaml", ".yml"))]
     datasets = [name for name in args.datasets if name not in recipes]
@@ -58,7 +50,8 @@ def loader_arguments(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("no dataset was named, so there is nothing to plan; give a folder or URL, or --config")
     if args.processor:
         found["processor"] = args.processor
-    found |= {name: getattr(args, name) for name in _FLAGS if getattr(args, name) is not None}
+    flags = {option.name: getattr(args, option.name) for option in flag_fields()}
+    found |= {name: value for name, value in flags.items() if value is not None}
     for text in args.set:
         name, equals, value = text.partition("=")
         if not equals:
@@ -71,7 +64,6 @@ def loader_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def split_options(arguments: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """Return sources, processor and the options of a stream, without what only a running loader needs."""
-    from vlm_stream.loader import LOADER_ARGUMENTS
-
-    options = {name: value for name, value in arguments.items() if name not in LOADER_ARGUMENTS}
+    others = (*RUN_ARGUMENTS, *(option.name for option in fields(LoaderOptions)))
+    options = {name: value for name, value in arguments.items() if name not in others}
     return arguments["sources"], arguments.get("processor"), options

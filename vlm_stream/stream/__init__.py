@@ -11,16 +11,16 @@ In the order the data meets them: `sources.py`, `options.py`, `world.py`, `proce
 
 from __future__ import annotations
 
+from vlm_stream.options import StreamOptions
+from vlm_stream.recipe import SourceOptions, Sources, normalise_sources
 from vlm_stream.stream.dataset import VLMStream
 from vlm_stream.stream.label_counts import UnknownLabels
 from vlm_stream.stream.length import LengthEstimate, count_rounds, estimate_length, is_endless, length_key
-from vlm_stream.stream.options import StreamOptions
 from vlm_stream.stream.pipeline import Delivery
 from vlm_stream.stream.planning import open_planner
 from vlm_stream.stream.position import Position
 from vlm_stream.stream.processors import open_processor
 from vlm_stream.stream.raw import RawSample
-from vlm_stream.stream.sources import SourceOptions, Sources, normalise_sources
 from vlm_stream.stream.state import STATE_KEY, RunState, find_states
 from vlm_stream.stream.world import World, check_world, find_world
 

@@ -13,7 +13,7 @@ from vlm_stream.tokens import FAKE_IMAGE_SIZE, ImageSize, MediaSizes, TextCounte
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from vlm_stream.stream.options import StreamOptions
+    from vlm_stream.options import StreamOptions
     from vlm_stream.tokens import Geometry, MediaColumns
 
 __all__ = ["apply_frame_options", "count_fake_image", "num_media"]

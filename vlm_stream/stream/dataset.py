@@ -18,19 +18,19 @@ from vlm_stream.allocator import keep_freed_memory
 from vlm_stream.batch import Batch
 from vlm_stream.encode import Encoder
 from vlm_stream.errors import ConfigError, DatasetError, StateError
+from vlm_stream.options import StreamOptions
 from vlm_stream.plan import step_at
+from vlm_stream.recipe import Sources, normalise_sources
 from vlm_stream.storage import SpanReader
 from vlm_stream.stream.collators import make_collator
 from vlm_stream.stream.label_counts import UnknownLabels
 from vlm_stream.stream.length import count_rounds, is_endless, length_key
-from vlm_stream.stream.options import StreamOptions
 from vlm_stream.stream.pipeline import Delivery, MicroBatch, deliver
 from vlm_stream.stream.planning import open_planner
 from vlm_stream.stream.position import Position
 from vlm_stream.stream.processors import open_processor
 from vlm_stream.stream.raw import RawRows
 from vlm_stream.stream.rows import RowBuilder
-from vlm_stream.stream.sources import Sources, normalise_sources
 from vlm_stream.stream.state import RunState
 from vlm_stream.stream.world import World, check_world, find_world
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from vlm_stream.recipe import SourceOptions
     from vlm_stream.shards import JointIndex, Manifest, ShardIndex
     from vlm_stream.storage import Span, Store, StoreOptions
-    from vlm_stream.stream.sources import SourceOptions
     from vlm_stream.tokens import Geometry, MediaColumns, MediaSizes, TokenColumns
 
     Ints = npt.NDArray[np.int64]

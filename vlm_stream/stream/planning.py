@@ -14,10 +14,10 @@ from vlm_stream.tokens import Geometry
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vlm_stream.options import StreamOptions
+    from vlm_stream.recipe import SourceOptions
     from vlm_stream.shards import Manifest
     from vlm_stream.storage import Store
-    from vlm_stream.stream.options import StreamOptions
-    from vlm_stream.stream.sources import SourceOptions
 
 __all__ = ["open_planner"]
 

@@ -1,20 +1,23 @@
-"""What a user may write for `sources`, as one frozen form.
+"""What a user may write: a recipe as a YAML file, and `sources` in its several forms.
 
-A path or URL, a list of them, or `{name: url}` / `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`.
+A recipe is a mapping of the arguments of `StreamLoader`; nothing else. Paths are relative to the working directory, as
+on a command line. Nothing is opened here and the environment is not read.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from vlm_stream.errors import ConfigError, nearest_name
 
-__all__ = ["SourceOptions", "Sources", "normalise_sources"]
+__all__ = ["SourceOptions", "Sources", "load_config", "normalise_sources"]
 
-Sources: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]] | Mapping[str, Any]"
+Sources: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any]"
+"""A path or URL, a list of them, or `{name: url}` / `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class SourceOptions:
 
 def normalise_sources(sources: Sources) -> tuple[SourceOptions, ...]:
     """Return the sources in the order given, each with a name of its own (`data`, or `data-0`, `data-1` in a list)."""
-    if isinstance(sources, str | PathLike):
+    if isinstance(sources, str | os.PathLike):
         sources = [sources]
     if isinstance(sources, Mapping):
         return tuple(_from_entry(name, entry) for name, entry in sources.items()) or _refuse_empty()
@@ -54,15 +57,15 @@ def normalise_sources(sources: Sources) -> tuple[SourceOptions, ...]:
             f"sources is a {type(sources).__name__}, so nothing can be opened; give a path or URL, a list of them, "
             f"or a mapping of names to {{url, weight, sample_ratio}}"
         )
-    urls = [fspath(url).rstrip("/") for url in sources]
+    urls = [os.fspath(url).rstrip("/") for url in sources]
     # Not the folders' names: the order of samples follows the source's name, and a dataset may move.
     names = ["data"] if len(urls) == 1 else [f"data-{number}" for number in range(len(urls))]
     return tuple(SourceOptions(name=name, url=url) for name, url in zip(names, urls, strict=True)) or _refuse_empty()
 
 
 def _from_entry(name: str, entry: Any) -> SourceOptions:
-    if isinstance(entry, str | PathLike):
-        return SourceOptions(name=name, url=fspath(entry).rstrip("/"))
+    if isinstance(entry, str | os.PathLike):
+        return SourceOptions(name=name, url=os.fspath(entry).rstrip("/"))
     if not isinstance(entry, Mapping):
         raise ConfigError(f"source '{name}' is a {type(entry).__name__}; give its URL, or url with weight/sample_ratio")
     allowed = [field.name for field in fields(SourceOptions) if field.name not in ("name", "has_weight")]
@@ -71,9 +74,35 @@ def _from_entry(name: str, entry: Any) -> SourceOptions:
             raise ConfigError(f"source '{name}' has an unknown key '{key}'; {nearest_name(str(key), allowed)}")
     if "url" not in entry:
         raise ConfigError(f"source '{name}' has no url, so there is nothing to open; add url: PATH_OR_URL")
-    url = fspath(entry["url"]).rstrip("/")
+    url = os.fspath(entry["url"]).rstrip("/")
     return SourceOptions(name=name, **{**entry, "url": url}, has_weight="weight" in entry)
 
 
 def _refuse_empty() -> tuple[SourceOptions, ...]:
     raise ConfigError("sources is empty, so there is nothing to stream; give at least one dataset path or URL")
+
+
+def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a recipe.
+
+    Raises:
+        ConfigError: It cannot be read, is not a mapping, or lacks `sources` or `processor`.
+    """
+    import yaml
+
+    name = os.fspath(path)
+    try:
+        data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the recipe {name} cannot be read ({error.strerror}); check the path") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the recipe {name} is not YAML, so nothing of it can be used: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"the recipe {name} holds {type(data).__name__}, not a mapping; write the arguments of StreamLoader, one "
+            f"'name: value' a line"
+        )
+    for key in ("sources", "processor"):
+        if key not in data:
+            raise ConfigError(f"the recipe {name} has no '{key}', so there is nothing to stream; add {key}: ...")
+    return {str(key): value for key, value in data.items()}

@@ -1,0 +1,102 @@
+"""How options are declared and checked: one mechanism for all of them.
+
+Enters: dataclasses whose fields were declared by `option`. Types and choices are checked by pydantic on the declared
+types, ranges by the bounds in the declarations. Every refusal is a sentence with the allowed values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import field, fields, is_dataclass
+from functools import cache
+from typing import Any, NoReturn, get_args, get_type_hints
+
+from vlm_stream.errors import ConfigError, nearest_name
+
+__all__ = ["check_fields", "check_names", "option"]
+
+
+def option(default: Any, text: str, *, least: float | None = None, flag: bool = False) -> Any:
+    """Declare an option: its default, its help, the least value it may have, whether commands have a flag for it."""
+    return field(default=default, metadata={"help": text, "least": least, "flag": flag})
+
+
+@cache
+def _types(cls: type, kinds: tuple[type, ...]) -> dict[str, Any]:
+    return get_type_hints(cls, localns={kind.__name__: kind for kind in kinds})
+
+
+@cache
+def _adapter(cls: type, name: str, kinds: tuple[type, ...]) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(_types(cls, kinds)[name])
+
+
+def check_fields(options: Any, *kinds: type) -> None:
+    """Bring every value to its declared type; refuse what has another type, choice or range.
+
+    Args:
+        options: A frozen dataclass; values that are converted are put in place.
+        kinds: Types that its annotations name and its module imports for type checkers alone.
+    """
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if value is each.default:
+            continue
+        least = each.metadata["least"]
+        if isinstance(value, bool) and least is not None:
+            _refuse_range(each.name, value, least)
+        value = _convert(type(options), each.name, value, kinds)
+        if least is not None and value is not None and not value >= least:
+            _refuse_range(each.name, value, least)
+        object.__setattr__(options, each.name, value)
+
+
+def _convert(cls: type, name: str, value: Any, kinds: tuple[type, ...]) -> Any:
+    from pydantic import ValidationError
+
+    hint = _types(cls, kinds)[name]
+    _check_nested(hint, value, f"{name}.")
+    try:
+        return _adapter(cls, name, kinds).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        sentence = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "value_error":
+            raise ConfigError(sentence) from None
+        if first["type"] == "literal_error":
+            raise ConfigError(f"{name} is {value!r}; {nearest_name(str(value), _choices(hint))}") from None
+        place = ".".join([name, *(str(part) for part in first["loc"])])
+        raise ConfigError(
+            f"{place} is {first['input']!r}, which it cannot be: {sentence[:1].lower()}{sentence[1:]}"
+        ) from None
+
+
+def _check_nested(hint: Any, value: Any, prefix: str) -> None:
+    """Refuse unknown names in a mapping that stands for a dataclass: pydantic would ignore them."""
+    for kind in filter(is_dataclass, (hint, *get_args(hint)) if isinstance(value, Mapping) else ()):
+        check_names(kind, value, prefix=prefix)
+        types = get_type_hints(kind)
+        for name, inner in value.items():
+            _check_nested(types[name], inner, f"{prefix}{name}.")
+
+
+def _choices(hint: Any) -> list[str]:
+    """Return the values of the Literal in a type."""
+    values = [value for part in get_args(hint) for value in (get_args(part) or (part,))]
+    return [str(value) for value in values if value is not type(None)]
+
+
+def check_names(cls: Any, given: Mapping[str, Any], others: Sequence[str] = (), *, prefix: str = "") -> None:
+    """Refuse names that are no fields; `others` are mentioned as allowed too."""
+    known = [each.name for each in fields(cls)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"there is no option '{prefix}{name}'; {nearest_name(str(name), [*known, *others])}")
+
+
+def _refuse_range(name: str, value: Any, least: float) -> NoReturn:
+    if isinstance(least, int) and isinstance(value, int):
+        raise ConfigError(f"{name} is {value!r}, but it counts something: give a whole number of at least {least}")
+    raise ConfigError(f"{name} is {value!r}, but it must be at least {least:g}")
