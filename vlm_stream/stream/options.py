@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
+from vlm_stream.collate import ATTENTION_FORMS
 from vlm_stream.encode import EncodeConfig
 from vlm_stream.errors import ConfigError, nearest_name
-from vlm_stream.packs import ATTENTION_FORMS
 from vlm_stream.plan import (
     OVERRIDES,
     BalanceConfig,
