@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vlm_stream.packs import ModelPositions, PositionRule, WeightlessPositions, build_hf_pack
+from vlm_stream.collate import ModelPositions, PositionRule, WeightlessPositions, build_hf_pack
 from vlm_stream.testing import build_processor, build_tiny_model
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlm_stream import blocks
-from vlm_stream.packs.media import join_rows
+from vlm_stream.collate import join_rows
 from vlm_stream.workers import WorkerOptions, WorkerPool
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="blocks are Linux files without a name")

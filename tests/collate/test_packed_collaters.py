@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_stream.collate import neat_packed_vlm_collater, packed_sequence_thd_vlm_collater
-from vlm_stream.collate.packed import block_causal_mask
+from vlm_stream.collate import document_mask_4d, neat_packed_vlm_collater, packed_sequence_thd_vlm_collater
 from vlm_stream.encode import IGNORE
 from vlm_stream.errors import ConfigError
 
@@ -35,12 +34,14 @@ def pack(*lengths: int, axes: int = 0, images: int = 0, **more) -> dict:
 @given(documents=st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=3))
 def test_mask_is_block_causal_and_every_query_sees_something(documents):
     table = torch.tensor(documents)
-    mask = block_causal_mask(table)
+    mask, added = document_mask_4d(table), document_mask_4d(table, torch.float32)
     for row, numbers in enumerate(documents):
         for query in range(5):
             for key in range(5):
                 shares = numbers[query] == numbers[key] and numbers[key] > 0 and key <= query
                 assert bool(mask[row, 0, query, key]) == (shares or query == key)
+    assert torch.equal(added == 0, mask)
+    assert (added[~mask] == torch.finfo(torch.float32).min).all()
 
 
 def test_padding_and_keys_of_a_batch():

@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_stream.collate import default_collate_fn, pad_collate_fn, qwen2_5_collate_fn
-from vlm_stream.collate.examples import count_media_tokens, drop_overlong
-from vlm_stream.collate.join_media import join_media
-from vlm_stream.collate.rows import pad_rows, shift, split_rows
+from vlm_stream.collate import default_collate_fn, merge_media, pad_collate_fn, pad_rows, qwen2_5_collate_fn
+from vlm_stream.collate.conversations import count_media_tokens, drop_overlong
+from vlm_stream.collate.rows import shift, split_rows
 from vlm_stream.encode import IGNORE, Encoder, inject_fake_image, make_fake_image
 from vlm_stream.errors import BadSampleError
 from vlm_stream.testing import build_processor, make_mp4, make_toy_image
@@ -90,7 +89,7 @@ def test_two_dimensional_type_ids_and_rows_without_them(qwen):
 
 def test_joining_tensors_lists_and_mixtures():
     ragged = [torch.ones(1, 2, 3), torch.ones(2, 4, 3)]
-    joined = join_media([{"pixel_values": part} for part in ragged])["pixel_values"]
+    joined = merge_media([{"pixel_values": part} for part in ragged])["pixel_values"]
     assert joined.shape == (3, 4, 3)
     assert joined.sum() == 6 + 24
     images = [torch.zeros(3, 4, 4), torch.zeros(3, 2, 2)]
@@ -99,28 +98,28 @@ def test_joining_tensors_lists_and_mixtures():
         {"pixel_values": images[1:]},
         {"pixel_values": None},
     ]
-    batch = join_media(rows, pixel_dtype=torch.bfloat16)
+    batch = merge_media(rows, pixel_dtype=torch.bfloat16)
     assert [tuple(p.shape) for p in batch["pixel_values"]] == [(3, 4, 4), (3, 2, 2)]
     assert batch["pixel_values"][0].dtype == torch.bfloat16
-    seconds = join_media([{"second_per_grid_ts": part} for part in ([1.0], [0.5, 2.0])])["second_per_grid_ts"]
+    seconds = merge_media([{"second_per_grid_ts": part} for part in ([1.0], [0.5, 2.0])])["second_per_grid_ts"]
     assert seconds.tolist() == [1.0, 0.5, 2.0]
     with pytest.raises(TypeError, match="cannot be joined"):
-        join_media([{"pixel_values": torch.zeros(1, 3)}, {"pixel_values": [torch.zeros(3)]}])
+        merge_media([{"pixel_values": torch.zeros(1, 3)}, {"pixel_values": [torch.zeros(3)]}])
 
 
 def test_names_beside_tensors_are_no_media():
     rows = [
         {"input_ids": torch.ones(2), "key": "a", "names": ["x"], "_note": [1], "pixel_values": torch.ones(1, 2)}
     ] * 2
-    assert set(join_media(rows)) == {"pixel_values"}
+    assert set(merge_media(rows)) == {"pixel_values"}
 
 
 def test_clips_of_different_lengths_get_the_mask_that_phi4_gives_batches():
     rows = [{"audio_input_features": torch.ones(1, 3, 8)}, {"audio_input_features": torch.ones(1, 5, 8)}]
-    joined = join_media(rows)
+    joined = merge_media(rows)
     assert joined["audio_input_features"].shape == (2, 5, 8)
     assert joined["audio_attention_mask"].tolist() == [[True] * 3 + [False] * 2, [True] * 5]
-    assert "audio_attention_mask" not in join_media(rows[:1])
+    assert "audio_attention_mask" not in merge_media(rows[:1])
 
 
 def test_default_pads_to_max_length_and_cuts_text(qwen):
@@ -136,7 +135,7 @@ def test_overlong_rows_are_dropped_by_estimate(qwen, caplog):
     assert len(batch["input_ids"]) == 1
     assert "Dropped row 0 of a batch" in caplog.text
     with pytest.raises(ValueError, match="All 1 samples of the batch exceed max_length=60"):
-        drop_overlong([examples[0]["conversation"]], qwen, 60)
+        drop_overlong(examples[:1], qwen, 60)
 
 
 def test_image_tokens_are_estimated_beyond_their_placeholder(qwen):

@@ -23,8 +23,7 @@ from vlm_stream.collate import (
     qwen3_omni_collate_fn,
     register_collate,
 )
-from vlm_stream.collate.gemma4_prefix import GEMMA4_THINKING_PREFIX
-from vlm_stream.collate.kimi_k25 import expand_image_tokens
+from vlm_stream.collate.token_edits import GEMMA4_THINKING_PREFIX, expand_image_tokens
 from vlm_stream.encode import IGNORE, Encoder
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.testing import build_processor, make_mp4, make_toy_image, make_wav

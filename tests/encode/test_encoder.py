@@ -10,11 +10,11 @@ import torch
 from transformers import MllamaProcessor, Qwen2_5_VLProcessor
 from transformers.models.mllama.image_processing_mllama import MllamaImageProcessor
 
+from vlm_stream.collate import media_of
 from vlm_stream.encode import IGNORE, EncodeConfig, Encoder
 from vlm_stream.encode.call_processor import _takes_parts
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.media import ImageConfig, decode_audio, decode_image, decode_video
-from vlm_stream.packs.media import media_of
 from vlm_stream.testing import FAMILIES, build_processor, make_jpeg, make_mp4, make_wav
 from vlm_stream.testing.tokenizer import train_tokenizer
 from vlm_stream.tokens.frames import FrameRule, frame_indices, make_video_metadata

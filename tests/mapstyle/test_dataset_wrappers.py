@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from vlm_stream.collate import neat_packed_vlm_collater
+from vlm_stream.collate import PositionRule, count_documents, neat_packed_vlm_collater
 from vlm_stream.errors import ConfigError
 from vlm_stream.mapstyle import (
     PackedDatasetWrapper,
@@ -21,7 +21,6 @@ from vlm_stream.mapstyle import (
     neat_pack_dataset_vlm,
 )
 from vlm_stream.mapstyle.replace import replacement_index
-from vlm_stream.packs import PositionRule, count_documents
 
 if TYPE_CHECKING:
     from pathlib import Path

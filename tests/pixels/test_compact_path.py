@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from vlm_stream.collate import build_hf_pack, build_packed_vlm_sample, merge_media, shift_sample
 from vlm_stream.encode import EncodeConfig, Encoder
 from vlm_stream.encode.compact import _say_once
 from vlm_stream.errors import ConfigError
-from vlm_stream.packs import build_hf_pack, build_packed_vlm_sample, merge_media, shift_sample
 from vlm_stream.pixels import PIXELS_KEY, CompactPath, PartSpec, PixelSpec, carry_spec, finish_pixels
 from vlm_stream.testing import build_processor, make_jpeg
 

@@ -10,16 +10,20 @@ import torch
 
 from vlm_stream import StreamLoader
 from vlm_stream.collate import (
+    PositionRule,
+    build_hf_pack,
+    build_packed_vlm_sample,
     default_collate_fn,
+    merge_media,
     neat_packed_vlm_collater,
     packed_sequence_thd_vlm_collater,
     pad_collate_fn,
     qwen2_5_collate_fn,
     qwen3_omni_collate_fn,
+    shift_sample,
 )
 from vlm_stream.encode import EncodeConfig, Encoder
 from vlm_stream.errors import ConfigError
-from vlm_stream.packs import PositionRule, build_hf_pack, build_packed_vlm_sample, merge_media, shift_sample
 from vlm_stream.pixels import PIXELS_KEY, DeviceFeed, finish_pixels
 from vlm_stream.pp_media import VLM_PP_MEDIA_KEY, drop_vlm_media, stage_vlm_media_for_pp, take_vlm_media
 from vlm_stream.testing import build_processor, build_tiny_model, make_jpeg

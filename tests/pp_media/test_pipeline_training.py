@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
-from vlm_stream.packs import PositionRule, build_hf_pack, join_hf_packs
+from vlm_stream.collate import PositionRule, build_hf_pack, join_hf_packs
 from vlm_stream.pp_media import VLM_PP_MEDIA_KEY, pp_chunk_specs, stage_vlm_media_for_pp, wrap_vlm_collate_for_pp
 
 log = logging.getLogger(__name__)

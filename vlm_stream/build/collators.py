@@ -11,17 +11,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.nn.functional import pad
 
-from vlm_stream.collate import pad_collate_fn
+from vlm_stream.collate import (
+    PositionRule,
+    build_hf_pack,
+    count_media,
+    join_hf_packs,
+    merge_media,
+    pad_collate_fn,
+)
 from vlm_stream.errors import ConfigError
-from vlm_stream.packs import IGNORE, PositionRule, build_hf_pack, count_media, join_hf_packs, merge_media
+from vlm_stream.keys import IGNORE
 from vlm_stream.pixels.spec import PIXEL_NAMES, carry_spec
 from vlm_stream.pp_media import prepare_vlm_media_for_pp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vlm_stream.collate import Positions
     from vlm_stream.options import CollateFn, StreamOptions
-    from vlm_stream.packs.hf_pack import Positions
 
 __all__ = ["Collator", "CustomCollator", "PackedCollator", "PaddedCollator", "make_collator"]
 

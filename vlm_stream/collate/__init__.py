@@ -1,57 +1,117 @@
 """Collate: conversations, encoded samples or packs become the batch that one model family takes.
 
 Enters: examples `{"conversation": [...]}` for the functions named after families, encoded samples for `pad_collate_fn`,
-packs for the packed collaters. Leaves: a dict of tensors. The labels of every function here are shifted already: column
-t is to predict label t, so a model that shifts by itself must be given `shift_labels`. Must not be known here: shards,
-plans, ranks, and how packs are built.
+`collate_encoded` and the packs, packs for the packed collaters. Leaves: a dict of tensors. Labels are shifted already
+(column t is to predict label t), so a model that shifts by itself must be given `shift_labels`; only `hf_packs` keeps
+them unshifted. Must not be known here: shards, plans, ranks, and which samples belong together.
 
-Files: `rows.py` and `join_media.py` (padding, joining), `examples.py`, `process_batch.py` (conversations through a
-processor), one file per family, `default.py`, `pad.py`, `packed.py`, `packed_thd.py`, `robust.py`, `registry.py`.
+    rows           tensors along the tokens: padding, cutting, the shift by one token
+    media          media of several rows -> one set; how many media each row has
+    conversations  conversations through a processor, with labels
+    token_edits    edits of token rows that single families need
+    family_steps   how single families call their processors, and which keys they add
+    families       the table of families, their collate functions, the registry
+    positions      multi-axis positions, from a config or through a model
+    documents      the documents of a packed row, their lengths and masks
+    packed         packed rows and batches for trainers that take document masks or THD
+    hf_packs       packed rows and batches for `model(**batch, use_cache=False)` of a transformers model
 """
 
-from __future__ import annotations
-
-from vlm_stream.collate.default import default_collate_fn
-from vlm_stream.collate.gemma4_prefix import gemma4_inject_thinking_prefix, gemma4_prefix_collate_fn
-from vlm_stream.collate.join_media import join_media
-from vlm_stream.collate.kimi_k25 import kimi_k25_vl_collate_fn
-from vlm_stream.collate.kimi_vl import kimi_vl_collate_fn
-from vlm_stream.collate.llava_onevision import llava_onevision_collate_fn
-from vlm_stream.collate.nemotron_omni import nemotron_omni_collate_fn
-from vlm_stream.collate.nemotron_parse import nemotron_parse_collate_fn
-from vlm_stream.collate.packed import neat_packed_vlm_collater
-from vlm_stream.collate.packed_thd import packed_sequence_thd_vlm_collater
-from vlm_stream.collate.pad import pad_collate_fn
-from vlm_stream.collate.phi4_mm import phi4_mm_collate_fn
-from vlm_stream.collate.qwen2_5 import qwen2_5_collate_fn
-from vlm_stream.collate.qwen3_omni import qwen3_omni_collate_fn
-from vlm_stream.collate.registry import COLLATE_FNS, get_collate, register_collate
-from vlm_stream.collate.robust import make_robust_collate
-from vlm_stream.collate.rows import pad_rows
-from vlm_stream.encode.marker_scan import build_labels_from_template
-from vlm_stream.encode.text_search import build_labels
+from vlm_stream.collate.documents import (
+    align_up,
+    as_documents,
+    count_documents,
+    cu_seqlens,
+    document_mask_4d,
+    thd_fields,
+)
+from vlm_stream.collate.families import (
+    COLLATE_FNS,
+    Family,
+    collate_encoded,
+    default_collate_fn,
+    family_of,
+    gemma4_prefix_collate_fn,
+    get_collate,
+    kimi_k25_vl_collate_fn,
+    kimi_vl_collate_fn,
+    llava_onevision_collate_fn,
+    nemotron_omni_collate_fn,
+    nemotron_parse_collate_fn,
+    pad_collate_fn,
+    phi4_mm_collate_fn,
+    qwen2_5_collate_fn,
+    qwen3_omni_collate_fn,
+    register_collate,
+)
+from vlm_stream.collate.hf_packs import ATTENTION_FORMS, Positions, build_hf_pack, join_hf_packs
+from vlm_stream.collate.media import MediaJoinError, count_media, join_rows, media_of, merge_media
+from vlm_stream.collate.packed import (
+    PACKED_MEDIA_KEYS,
+    build_packed_vlm_sample,
+    neat_packed_vlm_collater,
+    packed_sequence_thd_vlm_collater,
+)
+from vlm_stream.collate.positions import (
+    ModelPositions,
+    PositionRule,
+    WeightlessPositions,
+    compute_mrope_position_ids,
+)
+from vlm_stream.collate.rows import pad_id_of, pad_rows, shift_sample
+from vlm_stream.collate.token_edits import gemma4_inject_thinking_prefix
+from vlm_stream.encode import build_labels, build_labels_from_template
 
 __all__ = [
+    "ATTENTION_FORMS",
     "COLLATE_FNS",
+    "PACKED_MEDIA_KEYS",
+    "Family",
+    "MediaJoinError",
+    "ModelPositions",
+    "PositionRule",
+    "Positions",
+    "WeightlessPositions",
+    "align_up",
+    "as_documents",
+    "build_hf_pack",
     "build_labels",
     "build_labels_from_template",
+    "build_packed_vlm_sample",
+    "collate_encoded",
+    "compute_mrope_position_ids",
+    "count_documents",
+    "count_media",
+    "cu_seqlens",
     "default_collate_fn",
+    "document_mask_4d",
+    "family_of",
     "gemma4_inject_thinking_prefix",
     "gemma4_prefix_collate_fn",
     "get_collate",
-    "join_media",
+    "join_hf_packs",
+    "join_rows",
     "kimi_k25_vl_collate_fn",
     "kimi_vl_collate_fn",
     "llava_onevision_collate_fn",
-    "make_robust_collate",
+    "media_of",
+    "merge_media",
     "neat_packed_vlm_collater",
     "nemotron_omni_collate_fn",
     "nemotron_parse_collate_fn",
     "packed_sequence_thd_vlm_collater",
     "pad_collate_fn",
+    "pad_id_of",
     "pad_rows",
     "phi4_mm_collate_fn",
     "qwen2_5_collate_fn",
     "qwen3_omni_collate_fn",
     "register_collate",
+    "shift_sample",
+    "thd_fields",
 ]
+
+# The names under which NeMo Automodel has them.
+_build_packed_vlm_sample = build_packed_vlm_sample
+_compute_mrope_position_ids = compute_mrope_position_ids
+_shift_sample = shift_sample

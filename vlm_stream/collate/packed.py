@@ -1,7 +1,8 @@
-"""Packed rows become a batch: padded to one length, with the mask form that the attention backend wants.
+"""Packed rows for trainers that take document masks or THD, in the form of NeMo Automodel's neat packing.
 
-Enters: packed samples, whose labels are shifted already and whose `attention_mask` numbers the documents 1, 2, ... (0:
-padding, or a token that attention must not see). Leaves: the batch. How packs are built is not known here.
+Enters: samples of `shift_sample`. Leaves: one packed sample per row (`build_packed_vlm_sample`), whose `attention_mask`
+numbers the documents 1, 2, ... (0: padding); then a batch of them, with a mask (`neat_packed_vlm_collater`) or with the
+lengths of the documents (`packed_sequence_thd_vlm_collater`). Nothing is shifted here.
 """
 
 from __future__ import annotations
@@ -10,16 +11,102 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from vlm_stream.collate.join_media import join_media
-from vlm_stream.encode.labels import IGNORE
-from vlm_stream.errors import ConfigError
+from vlm_stream.collate.documents import align_up, as_documents, document_mask_4d
+from vlm_stream.collate.media import counts_of, merge_media
+from vlm_stream.collate.rows import pad_rows
+from vlm_stream.errors import BadSampleError, ConfigError
+from vlm_stream.keys import IGNORE, POSITIONS_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["block_causal_mask", "neat_packed_vlm_collater", "pad_column", "pad_positions"]
+    from vlm_stream.keys import Sample
 
+__all__ = [
+    "PACKED_MEDIA_KEYS",
+    "build_packed_vlm_sample",
+    "neat_packed_vlm_collater",
+    "packed_sequence_thd_vlm_collater",
+]
+
+PACKED_MEDIA_KEYS: Final = (
+    "pixel_values",
+    "image_grid_thw",
+    "image_position_ids",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
+)
+"""The media that packed samples always name, None where a pack has none (NeMo Automodel's `MEDIA_KEYS`)."""
 _FLASH: Final = "flash_attention_"
+
+
+def build_packed_vlm_sample(
+    samples: Sequence[Sample],
+    pack_size: int,
+    padding_idx: int,
+    has_mrope: bool = False,
+    sequence_alignment: int = 1,
+) -> dict[str, Any]:
+    """Join shifted samples into one row.
+
+    Args:
+        samples: What `shift_sample` returned, in order.
+        pack_size: The most tokens that the row may have; it is not padded to them, collation does that.
+        padding_idx: Token of the slots that align a document.
+        has_mrope: Whether samples carry `position_ids` `[3, n]`.
+        sequence_alignment: Every document is padded to a multiple of it, as context parallelism wants.
+
+    Returns:
+        `input_ids`, `labels`, `attention_mask` (document numbers from 1), `mm_token_type_ids` `[L]`; `position_ids`
+        `[L]`, or `[3, L]` with mRoPE; `seq_lens`, `seq_lens_padded`; `n_images`, `n_videos`; `PACKED_MEDIA_KEYS`.
+
+    Raises:
+        BadSampleError: Nothing is left to pack, or it is more than `pack_size`.
+    """
+    if sequence_alignment < 1:
+        raise ConfigError(f"sequence_alignment is {sequence_alignment}, which aligns nothing; give 1 or more.")
+    documents = as_documents(samples)
+    seq_lens = [len(document["input_ids"]) for document in documents]
+    padded = [align_up(length, sequence_alignment) for length in seq_lens]
+    if sum(padded) > pack_size:
+        raise BadSampleError(
+            "fit",
+            "pack_too_long",
+            f"The {len(documents)} documents of a pack have {sum(padded)} tokens ({padded}), more than pack_size "
+            f"{pack_size}; the row would not fit its batch. Plan with a packing_ratio below 1, or leave one out.",
+        )
+    mrope = has_mrope and any(POSITIONS_KEY in document for document in documents)
+    rows = [_align(document, slots, padding_idx, mrope) for document, slots in zip(documents, padded, strict=True)]
+    media = merge_media(documents)
+    return {
+        **{key: torch.cat([row[key] for row in rows], dim=-1) for key in rows[0]},
+        "attention_mask": torch.cat([torch.full((slots,), d) for d, slots in enumerate(padded, start=1)]),
+        "seq_lens": seq_lens,
+        "seq_lens_padded": padded,
+        "n_images": len(media.get("image_grid_thw", ())),
+        "n_videos": len(media.get("video_grid_thw", ())),
+        **dict.fromkeys(PACKED_MEDIA_KEYS),
+        **media,
+    }
+
+
+def _align(document: Sample, slots: int, padding_idx: int, mrope: bool) -> dict[str, torch.Tensor]:
+    """Return the rows of one document, padded to its slots; positions count on through the padding."""
+    length = len(document["input_ids"])
+    fills = {"input_ids": padding_idx, "labels": IGNORE, "mm_token_type_ids": 0}
+    absent = torch.zeros(length, dtype=torch.long)
+    rows = {
+        key: torch.cat([document.get(key, absent).long(), torch.full((slots - length,), fill)])
+        for key, fill in fills.items()
+    }
+    rows[POSITIONS_KEY] = torch.arange(slots)
+    if mrope:
+        own = document.get(POSITIONS_KEY)
+        own = torch.arange(length).expand(3, -1) if own is None else own.long()
+        beyond = torch.arange(slots - length) + (int(own.max()) + 1 if length else 0)
+        rows[POSITIONS_KEY] = torch.cat([own, beyond.expand(3, -1)], dim=1)
+    return rows
 
 
 def neat_packed_vlm_collater(
@@ -29,90 +116,122 @@ def neat_packed_vlm_collater(
     attn_implementation: str = "sdpa",
     materialize_4d_mask: bool = True,
 ) -> dict[str, Any]:
-    """Collate packed samples; nothing is shifted here.
+    """Collate packed samples with the mask form that the attention backend wants.
 
     Args:
         batch: Packed samples of any lengths.
         padding_idx: Token id of padding.
         max_length: Length of every batch; None: that of the longest pack.
-        attn_implementation: The flash_attention family keeps the mask [B, S] of document numbers; anything else gets a
-            boolean mask [B, 1, S, S].
+        attn_implementation: The flash_attention family keeps the mask `[B, S]` of document numbers; anything else gets
+            a boolean mask `[B, 1, S, S]`.
         materialize_4d_mask: False keeps the mask of document numbers for every backend.
 
     Returns:
-        `input_ids`, `labels`, `mm_token_type_ids` [B, S], `position_ids` [B, S] or [3, B, S], `attention_mask`, the
-        joined media, and `_packed_seq_ids` [B, S] (document numbers) where more than one document shares a row.
+        `input_ids`, `labels`, `mm_token_type_ids` `[B, S]`, `position_ids` `[B, S]` or `[3, B, S]`, `attention_mask`,
+        the joined media, and `_packed_seq_ids` `[B, S]` (document numbers) where rows hold several documents.
 
     Raises:
-        ConfigError: When a pack is longer than `max_length`.
+        ConfigError: A pack is longer than `max_length`.
     """
     if not batch:
         return {}
-    length = padded_length(batch, max_length)
-    documents = pad_column(batch, "attention_mask", length, 0)
-    out: dict[str, Any] = {
-        "input_ids": pad_column(batch, "input_ids", length, padding_idx),
-        "labels": pad_column(batch, "labels", length, IGNORE),
-        "mm_token_type_ids": pad_column(batch, "mm_token_type_ids", length, 0),
-        "position_ids": pad_positions(batch, length),
-    }
-    is_compact = attn_implementation.startswith(_FLASH) or not materialize_4d_mask
-    out["attention_mask"] = documents if is_compact else block_causal_mask(documents)
-    if not materialize_4d_mask or bool((documents > 1).any()):
-        out["_packed_seq_ids"] = documents
-    return out | join_media(batch) | _counts(batch)
-
-
-def padded_length(batch: Sequence[dict[str, Any]], max_length: int | None) -> int:
-    """Return the length to pad to; refuse packs that are longer than it."""
     longest = max(len(pack["input_ids"]) for pack in batch)
     if max_length is not None and longest > max_length:
         raise ConfigError(
             f"A pack has {longest} tokens but batches are padded to {max_length}; cutting it would lose labels and "
             "media. Pack with a capacity of at most max_length, or raise max_length."
         )
-    return max_length or longest
-
-
-def pad_column(batch: Sequence[dict[str, Any]], key: str, length: int, value: int) -> torch.Tensor:
-    """Return [B, length]; a row without the key is all `value`."""
-    out = torch.full((len(batch), length), value, dtype=torch.int64)
-    for row, pack in enumerate(batch):
-        tokens = pack.get(key)
-        if tokens is not None:
-            out[row, : len(tokens)] = tokens
-    return out
-
-
-def pad_positions(batch: Sequence[dict[str, Any]], length: int) -> torch.Tensor:
-    """Return [B, length], or [axes, B, length] when the packs carry several position axes (mRoPE)."""
-    axes = max((pack["position_ids"].shape[0] for pack in batch if pack["position_ids"].ndim == 2), default=0)
-    if not axes:
-        return pad_column(batch, "position_ids", length, 0)
-    out = torch.zeros((axes, len(batch), length), dtype=torch.int64)
-    for row, pack in enumerate(batch):
-        positions = pack["position_ids"]  # [axes, L], or [L] for a pack without media: the same on every axis
-        out[:, row, : positions.shape[-1]] = positions
-    return out
-
-
-def block_causal_mask(documents: torch.Tensor) -> torch.Tensor:
-    """Return [B, 1, S, S]: true where query and key share a document and the key is not later.
-
-    A query that attends to nothing (padding, hidden tokens) would make a softmax over nothing and NaN with it, so each
-    of those sees itself; nobody else sees it, and it carries no label.
-    """
-    length = documents.shape[1]
-    same = documents.unsqueeze(2) == documents.unsqueeze(1)  # [B, query, key]
-    visible = (documents > 0).unsqueeze(1)  # [B, 1, key]
-    causal = torch.ones((length, length), dtype=torch.bool, device=documents.device).tril_()
-    itself = torch.eye(length, dtype=torch.bool, device=documents.device)
-    return ((same & visible & causal) | itself).unsqueeze(1)
-
-
-def _counts(batch: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    counts = {
-        f"n_{medium}_per_sample": torch.tensor([int(pack.get(f"n_{medium}") or 0) for pack in batch])
-        for medium in ("images", "videos")
+    tokens = pad_rows(batch, pad_id=padding_idx, length=max_length)
+    documents = tokens["attention_mask"]
+    is_compact = attn_implementation.startswith(_FLASH) or not materialize_4d_mask
+    out: dict[str, Any] = {
+        "input_ids": tokens["input_ids"],
+        "labels": tokens["labels"],
+        "mm_token_type_ids": tokens.get("mm_token_type_ids", torch.zeros_like(documents)),
+        POSITIONS_KEY: _pad_positions(batch, documents.shape[1]),
+        "attention_mask": documents if is_compact else document_mask_4d(documents),
     }
-    return {key: value for key, value in counts.items() if bool(value.any())}
+    if not materialize_4d_mask or bool((documents > 1).any()):
+        out["_packed_seq_ids"] = documents
+    counts = [[int(pack.get(key) or 0) for pack in batch] for key in ("n_images", "n_videos")]
+    return out | merge_media(batch) | counts_of(*counts)
+
+
+def packed_sequence_thd_vlm_collater(
+    batch: list[dict[str, Any]],
+    padding_idx: int = 0,
+    max_length: int | None = None,
+    seq_lens_padding_value: int = -1000,
+) -> dict[str, Any]:
+    """Collate packed samples into THD layout: no mask, but the documents' lengths, for kernels that take those.
+
+    Args:
+        batch: Packed samples; `seq_lens` and `seq_lens_padded` (both or neither) give the documents' lengths, otherwise
+            they are counted in the mask of document numbers.
+        padding_idx: Token id of padding.
+        max_length: Length of every row; None: that of the longest pack.
+        seq_lens_padding_value: Fills the rows of the length tables.
+
+    Returns:
+        `input_ids`, `labels`, `position_ids`, `seq_lens`, `seq_lens_padded` `[B, most documents]`, `qkv_format`, and
+        the joined media.
+
+    Raises:
+        ValueError: A pack is too long, or its lengths contradict themselves or its tokens.
+    """
+    if not batch:
+        return {}
+    longest = max(len(pack["input_ids"]) for pack in batch)
+    if max_length is not None and longest > max_length:
+        raise ValueError(
+            f"A pack has {longest} tokens, more than max_length={max_length}; pack with a smaller capacity."
+        )
+    tokens = pad_rows(batch, pad_id=padding_idx, length=max_length)
+    length = tokens["input_ids"].shape[1]
+    real, padded = [], []
+    for pack in batch:
+        lengths, slots = _document_lengths(pack)
+        if slots:  # the padding of the row belongs to its last document
+            slots = [*slots[:-1], slots[-1] + length - len(pack["input_ids"])]
+        real.append(lengths)
+        padded.append(slots)
+    return {
+        "input_ids": tokens["input_ids"],
+        "labels": tokens["labels"],
+        POSITIONS_KEY: _pad_positions(batch, length),
+        "seq_lens": _table(real, seq_lens_padding_value),
+        "seq_lens_padded": _table(padded, seq_lens_padding_value),
+        "qkv_format": "thd",
+    } | merge_media(batch)
+
+
+def _pad_positions(batch: Sequence[Sample], length: int) -> torch.Tensor:
+    """Return `[B, length]`, or `[axes, B, length]` when some pack has several position axes (mRoPE)."""
+    axes = max((pack[POSITIONS_KEY].shape[0] for pack in batch if pack[POSITIONS_KEY].ndim == 2), default=0)
+    out = torch.zeros((axes or 1, len(batch), length), dtype=torch.int64)
+    for row, pack in enumerate(batch):
+        positions = pack[POSITIONS_KEY]  # [axes, L], or [L] for a pack without media: the same on every axis
+        out[:, row, : positions.shape[-1]] = positions
+    return out if axes else out[0]
+
+
+def _document_lengths(pack: Sample) -> tuple[list[int], list[int]]:
+    """Return real and padded lengths of a pack's documents."""
+    real, wide = pack.get("seq_lens"), pack.get("seq_lens_padded")
+    if (real is None) != (wide is None):
+        raise ValueError("A pack has one of seq_lens and seq_lens_padded; it needs both or neither.")
+    if real is None or wide is None:
+        counts: list[int] = torch.bincount(pack["attention_mask"])[1:].tolist()
+        return counts, counts
+    real, wide = [int(n) for n in real], [int(n) for n in wide]
+    if len(real) != len(wide) or any(not 0 <= r <= w for r, w in zip(real, wide, strict=False)):
+        raise ValueError(f"seq_lens {real} do not fit into seq_lens_padded {wide}.")
+    if sum(wide) != len(pack["input_ids"]):
+        raise ValueError(f"seq_lens_padded add up to {sum(wide)}, but the pack has {len(pack['input_ids'])} tokens.")
+    return real, wide
+
+
+def _table(rows: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
+    """Return rows of different lengths as one table, filled with a value that no length has."""
+    longest = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows], dtype=torch.int64)

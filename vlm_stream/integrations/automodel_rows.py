@@ -11,22 +11,24 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import torch
 from torch.nn.functional import pad
 
-from vlm_stream.collate import neat_packed_vlm_collater, packed_sequence_thd_vlm_collater, pad_collate_fn
-from vlm_stream.collate.packed import block_causal_mask
-from vlm_stream.collate.rows import pad_id_of
-from vlm_stream.packs import (
+from vlm_stream.collate import (
     PositionRule,
     build_packed_vlm_sample,
     count_documents,
     count_media,
     cu_seqlens,
+    document_mask_4d,
+    neat_packed_vlm_collater,
+    packed_sequence_thd_vlm_collater,
+    pad_collate_fn,
+    pad_id_of,
     shift_sample,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vlm_stream.packs.hf_pack import Positions
+    from vlm_stream.collate import Positions
 
 __all__ = ["PackedAs", "PackedRows", "PaddedRows"]
 
@@ -119,7 +121,7 @@ class PackedRows:
         """Return what tells the documents `[B, S]` of a batch apart, in the form that was asked for."""
         found: dict[str, Any] = {}
         if self._form == "block_causal":
-            found["attention_mask"] = block_causal_mask(documents)
+            found["attention_mask"] = document_mask_4d(documents)
         elif self._form == "flash_varlen":
             lengths = [length for row in documents for length in _runs(row)]
             offsets, longest = cu_seqlens(lengths), max(lengths)

@@ -16,13 +16,13 @@ shards, storage, streams.
     neat_packing   neat_pack_dataset_vlm: plan and wrap
 """
 
-from vlm_stream.collate import make_robust_collate
 from vlm_stream.mapstyle.knapsack import greedy_knapsack, greedy_knapsack_vt_balanced
 from vlm_stream.mapstyle.neat_packing import neat_pack_dataset_vlm
 from vlm_stream.mapstyle.pack_sampler import BalancedPackSampler
 from vlm_stream.mapstyle.packed import PackedDatasetWrapper
 from vlm_stream.mapstyle.pretokenized import PreTokenizedDatasetWrapper
 from vlm_stream.mapstyle.robust import RobustDatasetWrapper
+from vlm_stream.mapstyle.robust_collate import make_robust_collate
 from vlm_stream.mapstyle.sampler import LengthGroupedSampler
 
 __all__ = [

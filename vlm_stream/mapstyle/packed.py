@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
-from vlm_stream.collate import make_robust_collate
+from vlm_stream.collate import (
+    ModelPositions,
+    PositionRule,
+    align_up,
+    as_documents,
+    build_packed_vlm_sample,
+    shift_sample,
+)
 from vlm_stream.errors import BadSampleError
 from vlm_stream.mapstyle.replace import Replacer
-from vlm_stream.packs import ModelPositions, PositionRule, build_packed_vlm_sample, shift_sample
-from vlm_stream.packs.fake_image import as_documents
-from vlm_stream.packs.lengths import align_up
+from vlm_stream.mapstyle.robust_collate import make_robust_collate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
-from vlm_stream.collate import make_robust_collate
 from vlm_stream.encode import EncodeConfig, Encoder
 from vlm_stream.encode.fit_length import fit_length
 from vlm_stream.mapstyle.replace import Replacer
+from vlm_stream.mapstyle.robust_collate import make_robust_collate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

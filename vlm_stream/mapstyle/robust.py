@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
-from vlm_stream.collate import make_robust_collate
 from vlm_stream.conversation import MEDIA_TYPES
 from vlm_stream.encode.config import EncodeConfig
 from vlm_stream.encode.fake_image import has_media, inject_fake_image, make_fake_image
 from vlm_stream.encode.load_media import load_media, processor_reads
 from vlm_stream.errors import ConfigError
 from vlm_stream.mapstyle.replace import Replacer
+from vlm_stream.mapstyle.robust_collate import make_robust_collate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

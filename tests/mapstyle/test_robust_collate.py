@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from vlm_stream.collate import make_robust_collate
+from vlm_stream.mapstyle import make_robust_collate
 
 DATASET = [{"conversation": [{"role": "user", "content": f"text {i}"}], "number": i} for i in range(50)]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from vlm_stream.collate import PositionRule, build_hf_pack, join_hf_packs
 from vlm_stream.encode import Encoder
 from vlm_stream.errors import ConfigError
-from vlm_stream.packs import PositionRule, build_hf_pack, join_hf_packs
 from vlm_stream.testing import build_processor, make_toy_image
 
 TOKENS = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")

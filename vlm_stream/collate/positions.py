@@ -1,7 +1,8 @@
-"""`PositionRule`: the multi-axis positions (temporal, height, width) of a sample, from a config alone.
+"""Multi-axis positions (temporal, height, width) of a sample: from a config alone, or through a model's own method.
 
-Enters: a model config (or its `config.json` as a mapping) and encoded samples. Leaves: `[3, length]` positions equal to
-what the model's own `get_rope_index` returns. No weights are needed, so loader workers can compute them.
+Enters: a model config (or its `config.json` as a mapping), or a bound `get_rope_index`; encoded samples. Leaves:
+`[3, length]` positions. `PositionRule` needs no weights and no model code, so loader workers can compute them; it gives
+what the model's own `get_rope_index` returns.
 
 The rule: text counts on by one on all axes. A medium of T x H x W merged patches starts where the text before it ended;
 its tokens take that start plus their own t, h and w; the text after it goes on at start + max(H, W). Families differ in
@@ -10,22 +11,23 @@ what a video is: one medium, whose t may be scaled by seconds, or one medium per
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from vlm_stream.collate.rows import token_row
 from vlm_stream.errors import BadSampleError, ConfigError
-from vlm_stream.packs.keys import token_row
-from vlm_stream.packs.model_positions import WeightlessPositions
+from vlm_stream.keys import POSITIONS_KEY, TOKEN_KEYS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from vlm_stream.packs.keys import Sample
+    from vlm_stream.keys import Sample
 
-__all__ = ["PositionRule"]
+__all__ = ["ModelPositions", "PositionRule", "WeightlessPositions", "compute_mrope_position_ids"]
 
 _IMAGE: Final = 1
 _VIDEO: Final = 2
@@ -53,7 +55,7 @@ _UNRULED_FAMILIES: Final = (
     "qwen2_5_omni",
     "qwen3_omni_moe",
 )
-"""Families with multi-axis positions of other kinds: their processors must not pass for plain ones."""
+"""Families with multi-axis positions of other kinds: their processors must not be taken for plain ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,13 +163,7 @@ class PositionRule:
 
     def _types(self, sample: Sample, ids: torch.Tensor) -> torch.Tensor:
         types = token_row(sample, "mm_token_type_ids")
-        if types is not None:
-            return types
-        types = torch.zeros_like(ids)
-        for kind, token_id in ((_IMAGE, self.image_token_id), (_VIDEO, self.video_token_id)):
-            if token_id is not None:
-                types[ids == token_id] = kind
-        return types
+        return _mark_media(ids, self.image_token_id, self.video_token_id) if types is None else types
 
     def _media(self, sample: Sample) -> dict[int, Iterator[torch.Tensor]]:
         """Return for each kind the positions of its media, each `[3, tokens]` from zero."""
@@ -231,3 +227,106 @@ def _clip_rule_is_installed() -> bool:
 
 def _read(config: Any, name: str, *, default: Any) -> Any:
     return config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPositions:
+    """A position rule that asks a model; call it with an encoded sample."""
+
+    get_rope_index: Callable[..., Any]
+
+    def __call__(self, sample: Sample) -> torch.Tensor | None:
+        """Return the positions `[3, length]`, or None where the callback takes no `input_ids`."""
+        return compute_mrope_position_ids(sample, self.get_rope_index)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightlessPositions:
+    """A position rule that asks a model's class, with its config and without its weights; call it with a sample.
+
+    It follows the installed transformers exactly, but imports the model's code in every worker.
+    """
+
+    config: Any
+    """The model's config."""
+
+    @classmethod
+    def find(cls, config: Any) -> WeightlessPositions | None:
+        """Return the rule, or None where transformers has no class with a `get_rope_index` for that config.
+
+        Args:
+            config: A transformers config object, or the contents of its `config.json`.
+        """
+        from transformers import CONFIG_MAPPING, AutoConfig
+
+        if isinstance(config, Mapping):
+            if config.get("model_type") not in CONFIG_MAPPING:
+                return None
+            config = AutoConfig.for_model(**config)
+        return cls(config) if hasattr(_model_class(config), "get_rope_index") else None
+
+    def __call__(self, sample: Sample) -> torch.Tensor | None:
+        """Return the positions `[3, length]` of an encoded sample."""
+        model_class = _model_class(self.config)
+        shell = model_class.__new__(model_class)
+        torch.nn.Module.__init__(shell)
+        shell.config = self.config
+        return compute_mrope_position_ids(sample, shell.get_rope_index)
+
+
+def _model_class(config: Any) -> Any:
+    from transformers import MODEL_MAPPING
+
+    return MODEL_MAPPING.get(type(config), None)
+
+
+def compute_mrope_position_ids(sample: Sample, get_rope_index: Callable[..., Any]) -> torch.Tensor | None:
+    """Ask a model's `get_rope_index` for the positions of one sample.
+
+    Only arguments that the signature names are passed (a bare `**kwargs` names none), because transformers 4 and 5 name
+    different ones. `mm_token_type_ids` are rebuilt from the model's config where a sample has none.
+
+    Args:
+        sample: An encoded, unshifted sample.
+        get_rope_index: The method, bound to its model.
+
+    Returns:
+        `[3, length]`, or None when the callback has no readable signature or takes no `input_ids`.
+    """
+    try:
+        names = set(inspect.signature(get_rope_index).parameters)
+    except (TypeError, ValueError):
+        return None
+    ids = token_row(sample, "input_ids")
+    if "input_ids" not in names or ids is None:
+        return None
+    offered: dict[str, Any] = {
+        name: value for name, value in sample.items() if name not in (*TOKEN_KEYS, POSITIONS_KEY)
+    }
+    offered["input_ids"] = ids[None]
+    seconds = sample.get("second_per_grid_ts")
+    # Qwen-Omni has its own name for the same numbers.
+    offered["second_per_grid_ts"] = offered["second_per_grids"] = None if seconds is None else torch.as_tensor(seconds)
+    mask = token_row(sample, "attention_mask")
+    offered["attention_mask"] = None if mask is None else mask[None]
+    if "mm_token_type_ids" in names:
+        types = token_row(sample, "mm_token_type_ids")
+        offered["mm_token_type_ids"] = (_types_from_config(ids, get_rope_index) if types is None else types)[None]
+    result = get_rope_index(**{name: value for name, value in offered.items() if name in names})
+    positions: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return positions[:, 0] if positions.ndim == 3 else positions
+
+
+def _types_from_config(ids: torch.Tensor, get_rope_index: Callable[..., Any]) -> torch.Tensor:
+    """Mark media tokens by the ids in the config of the model that is asked."""
+    config = getattr(getattr(get_rope_index, "__self__", None), "config", None)
+    return _mark_media(ids, getattr(config, "image_token_id", None), getattr(config, "video_token_id", None))
+
+
+def _mark_media(ids: torch.Tensor, image_id: int | None, video_id: int | None) -> torch.Tensor:
+    """Return `mm_token_type_ids` for ids: 1 for image tokens, 2 for video tokens, 0 for text."""
+    types = torch.zeros_like(ids)
+    for kind, token_id in ((_IMAGE, image_id), (_VIDEO, video_id)):
+        if token_id is not None:
+            types[ids == token_id] = kind
+    return types

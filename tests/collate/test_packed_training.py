@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from vlm_stream.collate import neat_packed_vlm_collater
-from vlm_stream.errors import BadSampleError, ConfigError
-from vlm_stream.packs import (
+from vlm_stream.collate import (
     ModelPositions,
     PositionRule,
     build_hf_pack,
     build_packed_vlm_sample,
     join_hf_packs,
+    neat_packed_vlm_collater,
     shift_sample,
 )
+from vlm_stream.errors import BadSampleError, ConfigError
 
 log = logging.getLogger(__name__)
 Kinds = Callable[[str], dict[str, dict[str, Any]]]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vlm_stream.packs.media import join_rows
+from vlm_stream.collate import join_rows
 
 
 def _join(results, rows, taken):

@@ -9,19 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_stream.errors import BadSampleError, ConfigError
-from vlm_stream.packs import (
-    MEDIA_KEYS,
+from vlm_stream.collate import (
+    PACKED_MEDIA_KEYS,
     MediaJoinError,
     PositionRule,
     build_packed_vlm_sample,
     count_documents,
     cu_seqlens,
-    document_mask_4d,
     merge_media,
     shift_sample,
     thd_fields,
 )
+from vlm_stream.errors import BadSampleError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +54,7 @@ def test_documents_are_numbered_and_positions_restart() -> None:
     assert pack["mm_token_type_ids"].tolist() == [0] * 5
     assert (pack["seq_lens"], pack["seq_lens_padded"]) == ([3, 2], [3, 2])
     assert (pack["n_images"], pack["n_videos"]) == (0, 0)
-    assert all(pack[key] is None for key in MEDIA_KEYS)
+    assert all(pack[key] is None for key in PACKED_MEDIA_KEYS)
     assert all(pack[key].dtype == torch.int64 for key in ("input_ids", "labels", "attention_mask", "mm_token_type_ids"))
 
 
@@ -132,19 +131,6 @@ def test_empty_and_overlong_packs_do_not_exist() -> None:
     with pytest.raises(ConfigError, match="sequence_alignment is 0"):
         build_packed_vlm_sample([plain(3)], 8, 0, False, 0)
     assert build_packed_vlm_sample([shift_sample(plain(1)), plain(2)], 8, 0)["seq_lens"] == [2]
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-def test_no_query_of_the_4d_mask_sees_nothing_or_another_document(numbers: list[int]) -> None:
-    row = torch.tensor([numbers])
-    seen = document_mask_4d(row)[0, 0]
-    for q in range(len(numbers)):
-        for k in range(len(numbers)):
-            same = numbers[q] == numbers[k] > 0 and k <= q
-            assert bool(seen[q, k]) == (same or q == k)
-    added = document_mask_4d(row, torch.float32)[0, 0]
-    assert torch.equal(added == 0, seen)
-    assert (added[~seen] == torch.finfo(torch.float32).min).all()
 
 
 def test_cumulative_lengths() -> None:

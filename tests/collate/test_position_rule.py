@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vlm_stream.collate import ModelPositions, PositionRule, WeightlessPositions, compute_mrope_position_ids
+from vlm_stream.collate.positions import _CLIP_FAMILIES, _FRAME_FAMILIES
 from vlm_stream.errors import BadSampleError, ConfigError
-from vlm_stream.packs import ModelPositions, PositionRule, WeightlessPositions, compute_mrope_position_ids
-from vlm_stream.packs.positions import _CLIP_FAMILIES, _FRAME_FAMILIES
 from vlm_stream.testing import build_processor
 
 if TYPE_CHECKING:

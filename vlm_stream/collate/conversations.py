@@ -1,0 +1,175 @@
+"""Conversations through one call of the processor, and labels for every row.
+
+Enters: examples `{"conversation": [...], ...}` (media as paths, bytes or decoded objects) and the processor. Leaves:
+the padded batch as the processor gives it, plus `labels` `[B, S]` that are not shifted yet. Examples are never changed.
+Which keys a family wants is not known here.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from vlm_stream.collate.media import merge_media
+from vlm_stream.collate.rows import pad_id_of, pad_rows, padding_side, split_rows
+from vlm_stream.conversation import iter_media
+from vlm_stream.encode import EncodeConfig, Encoder, chat_format, mask_vision_tokens
+from vlm_stream.encode.call_processor import SHARED_PIXELS
+from vlm_stream.encode.chat_format import render_template, tokenizer_of
+from vlm_stream.encode.encoder import shape_content
+from vlm_stream.encode.load_media import load_media
+from vlm_stream.keys import IGNORE, INJECTED_FAKE_KEY
+from vlm_stream.media import probe_image
+from vlm_stream.tokens import Geometry, estimate_image_tokens, extract_image_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vlm_stream.conversation import Conversation
+    from vlm_stream.encode.chat_format import Rendered
+    from vlm_stream.encode.load_media import LoadedMedia
+    from vlm_stream.encode.typed_markers import TypedMarkers
+
+__all__ = [
+    "Example",
+    "PixelForm",
+    "Prepared",
+    "conversations_of",
+    "count_media_tokens",
+    "drop_overlong",
+    "label_rows",
+    "mask_fake_images",
+    "prepare",
+    "process_batch",
+]
+
+logger = logging.getLogger(__name__)
+
+Example: TypeAlias = "Mapping[str, Any]"
+PixelForm: TypeAlias = Literal["full", "compact"]
+
+
+def conversations_of(examples: Sequence[Example]) -> list[Conversation]:
+    """Return the conversations of a batch."""
+    return [example["conversation"] for example in examples]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """One conversation, its media decoded and its text rendered."""
+
+    conversation: Conversation
+    rendered: Rendered
+    markers: TypedMarkers | None
+    loaded: LoadedMedia
+
+
+def prepare(encoder: Encoder, conversation: Conversation) -> Prepared:
+    """Decode and render one conversation."""
+    loaded = load_media(conversation, {}, encoder.config, encoder.reads)
+    rendered, markers = encoder.render(conversation)
+    return Prepared(conversation, rendered, markers, loaded)
+
+
+def process_batch(
+    examples: Sequence[Example],
+    processor: Any,
+    options: Mapping[str, Any] | None = None,
+    *,
+    flat_images: bool = False,
+    pixels: PixelForm = "full",
+) -> dict[str, Any]:
+    """Return the processor's batch with labels; rows are padded on the side on which the tokenizer pads.
+
+    Args:
+        examples: The conversations.
+        processor: The model's processor.
+        options: Further arguments of the processor.
+        flat_images: Pass the images of all rows as one list instead of a list per row.
+        pixels: That of `EncodeConfig`.
+    """
+    encoder = Encoder(processor, EncodeConfig(allow_unlabelled=True, pixels=pixels))
+    prepared = [prepare(encoder, conversation) for conversation in conversations_of(examples)]
+    has_both = any(p.loaded.images for p in prepared) and any(p.loaded.videos for p in prepared)
+    if type(processor).__name__ in SHARED_PIXELS and has_both:
+        rows = [encoder.encode(p.conversation, {}) for p in prepared]
+        return pad_rows(rows, pad_id=pad_id_of(processor), side=padding_side(processor)) | merge_media(rows)
+    wanted = {"padding": True, **(options or {})}
+    images = [image for p in prepared for image in p.loaded.images]
+    if flat_images and images:
+        wanted["images"] = images
+    batch = encoder.call([p.rendered.text for p in prepared], [p.loaded for p in prepared], wanted)
+    if any(p.markers is not None for p in prepared):
+        # Control strings that a user typed are written as plain text, which changes lengths.
+        spliced = [
+            encoder.splice(row, p.rendered, p.markers) if p.markers is not None else row
+            for row, p in zip(split_rows(batch), prepared, strict=True)
+        ]
+        batch |= pad_rows(spliced, pad_id=pad_id_of(processor), side=padding_side(processor))
+    batch["labels"] = label_rows(encoder, batch, prepared)
+    return batch
+
+
+def label_rows(encoder: Encoder, batch: Mapping[str, Any], prepared: Sequence[Prepared]) -> torch.Tensor:
+    """Return labels `[B, S]`, padding IGNORE."""
+    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    labels = torch.full_like(ids, IGNORE)
+    for row, p in enumerate(prepared):
+        labels[row, mask[row]] = encoder.label(p.conversation, p.rendered, ids[row][mask[row]])
+    return labels
+
+
+def mask_fake_images(batch: dict[str, Any], examples: Sequence[Example], processor: Any) -> dict[str, Any]:
+    """Return the batch with the vision tokens of rows that carry a fake image hidden from attention."""
+    faked = torch.tensor([bool(example.get(INJECTED_FAKE_KEY)) for example in examples])
+    if not bool(faked.any()) or "attention_mask" not in batch:
+        return batch
+    hidden = mask_vision_tokens(processor, batch["input_ids"], batch["attention_mask"])
+    return batch | {"attention_mask": torch.where(faked[:, None], hidden, batch["attention_mask"])}
+
+
+def drop_overlong(examples: Sequence[Example], processor: Any, max_length: int) -> list[Example]:
+    """Return the examples that are estimated to fit.
+
+    Raises:
+        ValueError: None fits.
+    """
+    kept = []
+    for index, example in enumerate(examples):
+        conversation = example["conversation"]
+        try:
+            total = _num_text_tokens(conversation, processor) + count_media_tokens(conversation, processor)
+        except Exception as error:  # an estimate must not lose a sample
+            logger.debug("Row %d could not be estimated and is kept: %r", index, error)
+            total = 0
+        if total > max_length:
+            logger.warning("Dropped row %d of a batch: about %d tokens, more than %d.", index, total, max_length)
+        else:
+            kept.append(example)
+    if not kept:
+        raise ValueError(f"All {len(examples)} samples of the batch exceed max_length={max_length}.")
+    return kept
+
+
+def _num_text_tokens(conversation: Conversation, processor: Any) -> int:
+    text = render_template(processor, shape_content(conversation, chat_format(processor)))
+    return len(tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"])
+
+
+def count_media_tokens(conversation: Conversation, processor: Any) -> int:
+    """Return how many tokens the images add to the one placeholder that each has in the text."""
+    images = [item["image"] for item in iter_media(conversation) if item["type"] == "image"]
+    if not images:
+        return 0
+    sizes = [(i.height, i.width) if hasattr(i, "height") else probe_image(i) for i in images]
+    geometry = Geometry.from_processor(processor)
+    if geometry.is_exact and geometry.image is not None:
+        heights, widths = np.asarray(sizes, dtype=np.int64).T
+        counts = geometry.image.count_images(heights, widths, np.full(len(images), len(images), dtype=np.int64))
+        return int(counts.tokens.sum()) - len(images)
+    config = extract_image_config(processor)
+    return sum(estimate_image_tokens(list(size), config) - 1 for size in sizes) if config is not None else 0

@@ -1,0 +1,141 @@
+"""The documents of a packed row: which tokens they are, how long, and who may see whom.
+
+Enters: encoded samples. Leaves: documents that cannot see each other, their lengths, their attention mask.
+
+Text-only samples may carry a fake image, so that every rank runs its vision tower; their attention mask is 0 on its
+tokens. Those tokens are taken out here, and at most one fake image becomes a document of its own at the end of the row.
+Other documents cannot see it there, so a text-only sample trains exactly as if it had no image. A row with real media
+runs the vision tower anyway and needs none.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vlm_stream.collate.media import media_of
+from vlm_stream.collate.rows import token_row
+from vlm_stream.errors import BadSampleError
+from vlm_stream.keys import IGNORE, POSITIONS_KEY, TOKEN_KEYS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vlm_stream.keys import Sample
+
+__all__ = ["align_up", "as_documents", "count_documents", "cu_seqlens", "document_mask_4d", "thd_fields"]
+
+
+def as_documents(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Return the documents of a pack: the visible tokens of each sample, then the fake image if the pack needs it.
+
+    Raises:
+        BadSampleError: No token is left (`empty_pack`), or a sample hides some of its media and shows others.
+    """
+    documents: list[dict[str, Any]] = []
+    fakes: list[dict[str, Any]] = []
+    for sample in samples:
+        document, fake = _take_fake_out(sample)
+        documents += [document] if len(document["input_ids"]) else []
+        fakes += [fake] if fake is not None and media_of(fake) else []
+    if not documents:
+        raise BadSampleError(
+            "fit",
+            "empty_pack",
+            f"None of the {len(samples)} samples of a pack has a token to train on, so there is no row to make of "
+            f"them. Give at least one sample with visible tokens.",
+        )
+    if fakes and not any(media_of(document) for document in documents):
+        documents.append(fakes[0])
+    return documents
+
+
+def _take_fake_out(sample: Sample) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the visible document of a sample, and its hidden fake image if it has one."""
+    mask = token_row(sample, "attention_mask")
+    if mask is None or bool(mask.all()):
+        return _choose(sample, slice(None)) | media_of(sample), None
+    visible = mask.bool()
+    types = token_row(sample, "mm_token_type_ids")
+    if types is not None and bool((types[visible] > 0).any()):
+        raise BadSampleError(
+            "encode",
+            "partly_hidden_media",
+            f"A sample hides {int((~visible).sum())} tokens and shows media tokens, so its media cannot be told apart "
+            f"from a fake image. Only samples without media of their own may carry one.",
+        )
+    fake = _choose(sample, ~visible) | media_of(sample)
+    length = len(fake["input_ids"])
+    fake["labels"] = torch.full((length,), IGNORE)
+    if POSITIONS_KEY in fake:
+        fake[POSITIONS_KEY] = torch.arange(length).expand(3, -1)
+    return _choose(sample, visible), fake
+
+
+def _choose(sample: Sample, chosen: Any) -> dict[str, Any]:
+    """Return the chosen tokens of a sample, as rows without a batch axis and without an attention mask."""
+    rows = {key: token_row(sample, key) for key in TOKEN_KEYS if key != "attention_mask"}
+    kept: dict[str, Any] = {key: row[chosen] for key, row in rows.items() if row is not None}
+    if sample.get(POSITIONS_KEY) is not None:
+        kept[POSITIONS_KEY] = sample[POSITIONS_KEY][:, chosen]
+    return kept
+
+
+def align_up(length: int, alignment: int) -> int:
+    """Return the next multiple of the alignment; 0 stays 0."""
+    return -(-length // alignment) * alignment
+
+
+def cu_seqlens(seq_lens: Sequence[int]) -> torch.Tensor:
+    """Return `[documents + 1]` int32: where each document begins, and where the last one ends."""
+    return torch.tensor([0, *accumulate(seq_lens)], dtype=torch.int32)
+
+
+def count_documents(document_mask: torch.Tensor) -> list[int]:
+    """Return the lengths of the documents 1, 2, ... of one row's numbers, padding (0) left out."""
+    counts = torch.unique_consecutive(document_mask[document_mask > 0], return_counts=True)[1]
+    return [int(n) for n in counts]
+
+
+def thd_fields(pack: Sample) -> dict[str, Any]:
+    """Return what a THD attention takes beside the tokens of one packed sample, its padding slots included.
+
+    `cu_seqlens` count the real tokens of each document and `cu_seqlens_padded` its slots, which differ where documents
+    are aligned.
+    """
+    return {
+        "qkv_format": "thd",
+        "cu_seqlens": cu_seqlens(pack["seq_lens"]),
+        "cu_seqlens_padded": cu_seqlens(pack["seq_lens_padded"]),
+        "max_seqlen": max(pack["seq_lens_padded"]),
+    }
+
+
+def document_mask_4d(document_mask: torch.Tensor, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+    """Return which key each query may see: its own document, up to itself.
+
+    A slot with number 0 (padding, hidden tokens) sees itself alone, so that no softmax is empty and therefore NaN; no
+    other slot sees it.
+
+    Args:
+        document_mask: `[B, L]` Number of each slot's document.
+        dtype: `torch.bool` (True: may be seen; for SDPA), or a floating type for a mask that is added to the scores
+            (for eager attention, which would add the ones of a bool mask).
+
+    Returns:
+        `[B, 1, L, L]`, queries on axis 2.
+    """
+    batch, length = document_mask.shape
+    hidden, visible = (False, True) if dtype == torch.bool else (torch.finfo(dtype).min, 0.0)
+    mask = torch.full((batch, 1, length, length), hidden, dtype=dtype, device=document_mask.device)
+    mask.diagonal(dim1=-2, dim2=-1).fill_(visible)
+    for row, numbers in enumerate(document_mask):
+        # Only the blocks of documents are written; comparing all pairs of slots would cost far more.
+        for number in numbers[numbers > 0].unique():
+            at = (numbers == number).nonzero()[:, 0]
+            block = torch.full((len(at), len(at)), visible, dtype=dtype, device=at.device)
+            later = torch.ones_like(block, dtype=torch.bool).triu(1)
+            mask[row, 0, at[:, None], at] = block.masked_fill_(later, hidden)
+    return mask

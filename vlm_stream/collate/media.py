@@ -1,0 +1,210 @@
+"""Media of several rows -> one set, in the order of the rows; and how many media each row has.
+
+Enters: samples, packs or conversations. Leaves: for each media key one tensor (rows joined) or one list; counts `[B]`.
+Models give media rows to media tokens in their order, so both must be joined in the same order. Knows no family.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from vlm_stream.blocks import allocate_block
+from vlm_stream.conversation import iter_media
+from vlm_stream.errors import ConfigError
+from vlm_stream.keys import (
+    IMAGE_COUNTS_KEY,
+    PIXEL_KEYS,
+    PIXEL_SPEC_KEY,
+    POSITIONS_KEY,
+    TOKEN_KEYS,
+    VIDEO_COUNTS_KEY,
+)
+from vlm_stream.pixels import carry_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vlm_stream.conversation import Conversation
+    from vlm_stream.keys import Sample
+
+__all__ = [
+    "MediaJoinError",
+    "cast_pixels",
+    "count_conversation_media",
+    "count_grids",
+    "count_media",
+    "counts_of",
+    "join_rows",
+    "media_of",
+    "merge_media",
+]
+
+_NOT_MEDIA: Final = frozenset(
+    {*TOKEN_KEYS, POSITIONS_KEY, "seq_lens", "seq_lens_padded", "n_images", "n_videos", "conversation"}
+)
+_MASK_OF: Final = {"audio_input_features": "audio_attention_mask"}
+"""Phi-4 gives a mask of frames only with batches of several clips, so single samples come without one."""
+_IMAGE_GRIDS: Final = ("image_grid_thw", "grid_thws")
+_VIDEO_GRIDS: Final = ("video_grid_thw",)
+_LARGE_BYTES: Final = 1 << 20  # below this, a copy costs less than a shared segment
+
+
+class MediaJoinError(ConfigError, TypeError):
+    """Media of several samples are of forms that cannot be in one batch."""
+
+
+def media_of(sample: Sample) -> dict[str, Any]:
+    """Return the media of a sample: tensors, and lists of tensors or numbers, that do not run along its tokens."""
+    found = {k: v for k, v in sample.items() if k not in _NOT_MEDIA and not k.startswith("_") and _is_joinable(v)}
+    return found | carry_spec([sample])
+
+
+def _is_joinable(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 0
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0
+    return is_list and all(isinstance(entry, (torch.Tensor, int, float)) for entry in value)
+
+
+def merge_media(rows: Sequence[Sample], *, pixel_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Join the media of rows along axis 0; lists of tensors (pixels of different sizes) become one flat list.
+
+    Args:
+        rows: Samples or packs.
+        pixel_dtype: What pixels are converted to. Compact ones stay bytes, and the batch says how to finish them.
+
+    Raises:
+        MediaJoinError: Some rows hold a medium as a tensor and others as a list.
+        ConfigError: Some hold compact pixels and others full ones.
+    """
+    media = [media_of(row) for row in rows]
+    spec = carry_spec(media)
+    merged: dict[str, Any] = {}
+    for name in dict.fromkeys(name for one in media for name in one if name != PIXEL_SPEC_KEY):
+        parts = [one[name] for one in media if name in one]
+        is_finished = name in PIXEL_KEYS and not spec
+        merged[name] = join_rows(name, parts, pixel_dtype if is_finished else None)
+        mask = _MASK_OF.get(name)
+        if mask is not None and len(parts) > 1 and not any(mask in one for one in media):
+            lengths = torch.tensor([part.shape[1] for part in parts for _ in range(len(part))])
+            merged[mask] = torch.arange(int(lengths.max())) < lengths[:, None]  # [clips, longest]
+    return merged | spec
+
+
+def join_rows(name: str, values: Sequence[Any], dtype: torch.dtype | None = None) -> Any:
+    """Join what several rows hold under one name.
+
+    Args:
+        name: For messages.
+        values: Tensors, lists of tensors (which become one flat list), or lists of numbers (which become a tensor).
+        dtype: What to convert to; None: as they are.
+
+    Raises:
+        MediaJoinError: The values have different forms.
+    """
+    values = [torch.as_tensor(value) if _are_numbers(value) else value for value in values]
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return _cat_padded(name, values, dtype or values[0].dtype)
+    if any(isinstance(value, torch.Tensor) for value in values):
+        raise MediaJoinError(
+            f"'{name}' is a tensor in some samples of a pack and a list in others, so they cannot be joined in their "
+            f"order. Encode all samples with one processor configuration."
+        )
+    return [row if dtype is None else row.to(dtype) for value in values for row in value]
+
+
+def _are_numbers(value: Any) -> bool:
+    is_list = not isinstance(value, torch.Tensor) and len(value) > 0
+    return is_list and all(isinstance(entry, (int, float)) for entry in value)
+
+
+def _cat_padded(name: str, values: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Join in one pass over the memory: pixels are the largest data that a worker handles.
+
+    Rows that differ in size (tiles of an image) end with zeros, as processors pad a batch.
+    """
+    if len(values) == 1 and not _is_for_parent(values[0].nbytes):
+        return values[0].to(dtype)
+    shapes = {tuple(value.shape[1:]) for value in values}
+    if len({len(shape) for shape in shapes}) > 1:
+        raise MediaJoinError(
+            f"'{name}' has rows of different rank in one pack ({', '.join(map(str, sorted(shapes)))}), which cannot be "
+            f"joined. Encode all samples with one processor configuration."
+        )
+    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    num_rows = sum(len(value) for value in values)
+    out = _allocate((num_rows, *largest), dtype, values[0].device, zeros=len(shapes) > 1)
+    begin = 0
+    for value in values:
+        place = (slice(begin, begin + len(value)), *(slice(0, size) for size in value.shape[1:]))
+        out[place] = value
+        begin += len(value)
+    return out
+
+
+def _is_for_parent(num_bytes: int) -> bool:
+    """Say whether to join in memory that the parent process can map, which saves one copy of what a worker makes.
+
+    A daemonic process is a worker, torch's or ours; ranks that a launcher starts are not daemonic.
+    """
+    return num_bytes >= _LARGE_BYTES and multiprocessing.current_process().daemon
+
+
+def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, zeros: bool) -> torch.Tensor:
+    """Return a tensor of zeros or, where they are not needed, of anything."""
+    num_bytes = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not _is_for_parent(num_bytes):
+        return (torch.zeros if zeros else torch.empty)(tuple(shape), dtype=dtype, device=device)
+    block = allocate_block(num_bytes)
+    if block is not None:
+        tensor = block.view(dtype).view(tuple(shape))
+        return tensor.zero_() if zeros else tensor
+    # A worker of torch's: its parent maps the segment, which the system hands out filled with zeros.
+    segment = torch.UntypedStorage._new_shared(num_bytes)  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=dtype).set_(segment, 0, tuple(shape))  # type: ignore[call-overload, no-any-return]
+
+
+def cast_pixels(batch: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the batch with its pixels, one tensor or a list of them, in another type; compact ones stay bytes."""
+    out = dict(batch)
+    if dtype is None or PIXEL_SPEC_KEY in out:
+        return out
+    for key in PIXEL_KEYS:
+        pixels = out.get(key)
+        if isinstance(pixels, torch.Tensor):
+            out[key] = pixels.to(dtype)
+        elif isinstance(pixels, (list, tuple)):
+            out[key] = [image.to(dtype) for image in pixels]
+    return out
+
+
+def counts_of(images: Sequence[int], videos: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return `n_images_per_sample` and `n_videos_per_sample` `[B]`, each only if some row has that medium."""
+    given = {IMAGE_COUNTS_KEY: images, VIDEO_COUNTS_KEY: videos}
+    return {key: torch.tensor(numbers, dtype=torch.int64) for key, numbers in given.items() if any(numbers)}
+
+
+def count_conversation_media(conversations: Sequence[Conversation]) -> dict[str, torch.Tensor]:
+    """Count the images and videos of conversations."""
+    kinds = [[item["type"] for item in iter_media(conversation)] for conversation in conversations]
+    return counts_of([row.count("image") for row in kinds], [row.count("video") for row in kinds])
+
+
+def count_grids(rows: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Count the images and videos of encoded rows by their grids, the only exact sign of them."""
+    return counts_of(_lengths(rows, _IMAGE_GRIDS), _lengths(rows, _VIDEO_GRIDS))
+
+
+def count_media(rows: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Count the images and videos of samples or packs by what they have: grids, else sizes, else pixel rows."""
+    images = _lengths(rows, (*_IMAGE_GRIDS, "image_sizes", PIXEL_KEYS[0]))
+    return counts_of(images, _lengths(rows, (*_VIDEO_GRIDS, PIXEL_KEYS[1])))
+
+
+def _lengths(rows: Sequence[Sample], keys: Sequence[str]) -> list[int]:
+    """Return for each row the length of the first of `keys` that it has."""
+    return [next((len(row[key]) for key in keys if row.get(key) is not None), 0) for row in rows]
