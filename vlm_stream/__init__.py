@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Batch": "vlm_stream.batch",
-    "RawSample": "vlm_stream.stream",
+    "RawSample": "vlm_stream.build",
     "StoreOptions": "vlm_stream.storage",
     "StreamLoader": "vlm_stream.loader",
     "StreamOptions": "vlm_stream.options",
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from vlm_stream.pixels import finish_pixels
     from vlm_stream.shards import make_shards
     from vlm_stream.storage import StoreOptions
-    from vlm_stream.stream import RawSample, VLMStream
+    from vlm_stream.build import RawSample
+    from vlm_stream.stream import VLMStream
 
 
 def __getattr__(name: str) -> Any:

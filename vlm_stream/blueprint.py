@@ -7,14 +7,16 @@ may be pickled, and names its batch: building it twice, anywhere, gives the same
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vlm_stream.ledger import BadSample
     from vlm_stream.storage import Span
     from vlm_stream.tokens import MediaSizes
 
-__all__ = ["BatchName", "Blueprint", "Piece", "SampleRef", "Work"]
+__all__ = ["BatchName", "Blueprint", "Piece", "Planned", "SampleRef", "Work"]
 
 SampleRef: TypeAlias = tuple[int, int, int]
 """Source, shard and row."""
@@ -72,3 +74,11 @@ class Blueprint:
     """The same over the whole step, all ranks and micro-batches."""
     num_in_step: int
     """Micro-batches of the step, over all ranks."""
+
+
+class Planned(NamedTuple):
+    """A blueprint in the process that plans."""
+
+    blueprint: Blueprint
+    state: Callable[[], dict[str, Any] | None]
+    """Writes the state of the plan after this batch; None: it has none."""

@@ -1,7 +1,7 @@
-"""One iteration over a loader: it owns the workers, which start with the first batch and end with it.
+"""One iteration over a loader: it owns the builders, which start with the first batch and end with it.
 
-Enters: how deliveries are made, and whoever keeps the position. Leaves: batches. It ends at the end of the round, by an
-error, when it is closed, when it is dropped, and at the exit of the interpreter.
+Enters: a plan, where it begins, and who keeps the state. Leaves: batches. It ends at the end of the round, by an error,
+when it is closed, when it is dropped, and at the exit of the interpreter.
 """
 
 from __future__ import annotations
@@ -12,24 +12,28 @@ import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vlm_stream.batch import Batch
-from vlm_stream.stream import check_world
-from vlm_stream.workers import WorkerPool
+from vlm_stream.dispatch import Dispatcher, DispatchOptions, ProcessPool, build_inline
+from vlm_stream.world import check_world
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from vlm_stream.blueprint import Planned
+    from vlm_stream.build import Delivery
+    from vlm_stream.dispatch.pool import Listener, Pool
+    from vlm_stream.options import LoaderOptions
     from vlm_stream.pixels.feed import DeviceFeed
-    from vlm_stream.stream import Delivery, Position, World
-    from vlm_stream.workers import Job, WorkerOptions
+    from vlm_stream.planning import Plan
+    from vlm_stream.world import World
 
 __all__ = ["Iteration", "Owner"]
 
 
 class Owner(Protocol):
-    """Whoever keeps the position: a loader, of which these are nobody else's business."""
+    """Keeps the state: a loader, of which these are nobody else's business."""
 
-    def _handed_out(self, delivery: Delivery, waited_s: float) -> None:
-        """Note what a batch brought, and move behind it; an error leaves the position before it."""
+    def _handed_out(self, planned: Planned, delivery: Delivery, waited_s: float) -> None:
+        """Note what a batch brought, and move after it; an error leaves the state before it."""
         ...
 
     def _round_ended(self) -> None:
@@ -37,47 +41,69 @@ class Owner(Protocol):
         ...
 
     def _stopped(self, num_restarts: int) -> None:
-        """Note that the workers have ended, and how many were replaced."""
+        """Note that the builders have ended, and how many were replaced."""
         ...
 
 
 class _Making:
     """What makes deliveries, once it has begun. It does not know the iteration, which ends it when it is dropped."""
 
-    def __init__(self, job: Job, workers: WorkerOptions, feed: DeviceFeed | None, position: Position) -> None:
-        self._job, self._workers, self._feed, self._position = job, workers, feed, position
+    def __init__(
+        self,
+        open_plan: Callable[[], Plan],
+        world: World,
+        state: dict[str, Any] | None,
+        options: LoaderOptions,
+        feed: DeviceFeed | None,
+    ) -> None:
+        self._open_plan, self._world, self._state = open_plan, world, state
+        self._options, self._feed = options, feed
         self._pid = os.getpid()
-        self._deliveries: Any = None
         self._items: Any = None
-        self.pool: WorkerPool | None = None
+        self._deliveries: Any = None
+        self.dispatcher: Dispatcher | None = None
 
-    def items(self) -> Iterator[tuple[Delivery, dict[str, Any]]]:
+    def items(self) -> Iterator[tuple[tuple[Planned, Delivery], dict[str, Any]]]:
         """Return deliveries with their finished batches; begin with the first call."""
         if self._items is None:
-            if self._workers.num_workers:
-                self.pool = WorkerPool(self._job, self._position.state(), self._workers)
-                self._deliveries = self._from_pool(self.pool)
-            else:
-                self._deliveries = self._job(self._position.state(), 0, 1)
+            self._deliveries = self._begin()
             self._items = (
-                ((delivery, delivery.batch) for delivery in self._deliveries)
+                ((pair, pair[1].batch) for pair in self._deliveries)
                 if self._feed is None
-                else self._feed.batches(self._deliveries, lambda delivery: delivery.batch)
+                else self._feed.batches(self._deliveries, lambda pair: pair[1].batch)
             )
-        items: Iterator[tuple[Delivery, dict[str, Any]]] = self._items
+        items: Iterator[tuple[tuple[Planned, Delivery], dict[str, Any]]] = self._items
         return items
 
-    def _from_pool(self, pool: WorkerPool) -> Iterator[Delivery]:
-        """Yield what workers make; the place behind it is ahead of the loader's where batches are sent early."""
-        for delivery in pool.items(lambda: self._position.state()):
-            self._position = delivery.behind
-            yield delivery
+    def _begin(self) -> Iterator[tuple[Planned, Delivery]]:
+        plan = self._open_plan()
+        blueprints = plan.blueprints(self._world, self._state)
+        max_bytes = plan.build.options.prefetch_bytes
+        if not self._options.num_workers:
+            return build_inline(blueprints, plan.build, max_bytes)
+        options = self._options
+
+        def open_pool(listener: Listener) -> Pool:
+            return ProcessPool(plan.build, listener, start_method=options.start_method)
+
+        self.dispatcher = Dispatcher(
+            blueprints,
+            open_pool,
+            DispatchOptions(
+                num_workers=options.num_workers,
+                max_bytes=max_bytes,
+                hang_s=options.worker_timeout,
+                max_restarts=options.max_restarts,
+                max_worker_bytes=options.worker_memory,
+            ),
+        )
+        return self.dispatcher
 
     def close(self) -> None:
         """End it."""
-        if os.getpid() != self._pid:  # a fork of the trainer: the workers are not its own
+        if os.getpid() != self._pid:  # a fork of the trainer: the builders are not its own
             return
-        for part in (self._items, self._deliveries, self.pool):
+        for part in (self._items, self._deliveries):
             if part is not None:
                 part.close()
 
@@ -89,27 +115,39 @@ class Iteration:
         self,
         owner: Owner,
         world: World,
-        job: Job,
-        position: Position,
-        workers: WorkerOptions,
+        open_plan: Callable[[], Plan],
+        state: dict[str, Any] | None,
+        options: LoaderOptions,
         feed: DeviceFeed | None = None,
     ) -> None:
-        """Prepare; workers start with the first batch.
+        """Prepare; builders start with the first batch.
 
         Args:
             owner: Is told of each batch before it is handed out.
             world: Whose batches.
-            job: Makes deliveries behind a cursor.
-            position: Where they begin.
-            workers: Processes that do it; none: this one does.
+            open_plan: Returns the plan of this round.
+            state: Of the plan, where it begins; None: at the start of the run.
+            options: Processes that build; none: this one does.
             feed: Sends batches to a device; None: they stay where they are.
         """
         self.world = world
         self._owner = owner
-        self._making = _Making(job, workers, feed, position)
+        self._open_plan, self._feed = open_plan, feed
         self._why_closed = ""
+        self._make(state, options)
+
+    def _make(self, state: dict[str, Any] | None, options: LoaderOptions) -> None:
+        self._making = _Making(self._open_plan, self.world, state, options, self._feed)
         # Also at the exit of the interpreter, before the modules that closing needs are taken apart.
         self._end = weakref.finalize(self, self._making.close)
+
+    def set_workers(self, options: LoaderOptions, state: dict[str, Any] | None) -> None:
+        """Go on with the number of workers in `options`; `state` is that of the plan after the last batch."""
+        if self.dispatcher is not None and options.num_workers:
+            self.dispatcher.set_workers(options.num_workers)
+        else:
+            self._end()
+            self._make(state, options)
 
     @property
     def is_open(self) -> bool:
@@ -117,9 +155,9 @@ class Iteration:
         return self._end.alive
 
     @property
-    def pool(self) -> WorkerPool | None:
-        """Return the workers that run."""
-        return self._making.pool if self.is_open else None
+    def dispatcher(self) -> Dispatcher | None:
+        """Return the builders that run in other processes."""
+        return self._making.dispatcher if self.is_open else None
 
     def __iter__(self) -> Iteration:
         """Return itself."""
@@ -136,26 +174,26 @@ class Iteration:
             raise StopIteration
         begin = time.monotonic()
         try:
-            delivery, batch = next(self._making.items())
+            pair, batch = next(self._making.items())
             check_world(self.world)
-            self._owner._handed_out(delivery, time.monotonic() - begin)
+            self._owner._handed_out(*pair, time.monotonic() - begin)
         except StopIteration:
             self._owner._round_ended()
             self._stop()
             raise
         except BaseException as error:
-            # The workers are past a batch that nobody got: only a new iterator can deliver it.
+            # The builders are past a batch that nobody got: only a new iterator can deliver it.
             self.close(f"by {type(error).__name__}")
             raise
         return Batch.sealed(batch)
 
     def close(self, why: str) -> None:
-        """End the workers; batches that they have ready are built again by whoever goes on."""
+        """End the builders; batches that they have ready are built again by the next iterator."""
         if self.is_open:
             self._why_closed = why
             self._stop()
 
     def _stop(self) -> None:
-        pool = self.pool
+        dispatcher = self.dispatcher
         self._end()
-        self._owner._stopped(0 if pool is None else pool.num_restarts)
+        self._owner._stopped(0 if dispatcher is None else dispatcher.num_restarts)

@@ -9,17 +9,16 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
-
-from vlm_stream.stream.planning import open_planner
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vlm_stream.options import StreamOptions
     from vlm_stream.plan import Count, Planner
+    from vlm_stream.planning import Plan
     from vlm_stream.recipe import SourceOptions
-    from vlm_stream.stream.state import RunState
+    from vlm_stream.state import RunState
 
 __all__ = ["LengthEstimate", "count_rounds", "estimate_length", "is_endless", "length_key"]
 
@@ -50,13 +49,16 @@ def length_key(sources: Sequence[SourceOptions], options: StreamOptions, world_s
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
 
 
-def count_rounds(
-    sources: Sequence[SourceOptions], options: StreamOptions, processor: Any, world_size: int, state: RunState
-) -> Iterator[Count]:
-    """Yield what is left of the present round, then the next rounds, one by one and without end."""
-    shape = options.shape(world_size)
-    cursor, epochs_before = state.cursor, state.rounds * (options.epochs or 0)
-    _, planner, _ = open_planner(sources, options, processor, epochs_before=epochs_before)
+def count_rounds(plan: Plan, world_size: int, state: RunState) -> Iterator[Count]:
+    """Yield what is left of the present round, then the next rounds, one by one and without end.
+
+    Args:
+        plan: Of the present round.
+        world_size: Number of ranks.
+        state: Where the round stands.
+    """
+    options = plan.build.options
+    shape, cursor, planner = options.shape(world_size), state.cursor, plan.planner
     while True:
         count = planner.count(shape, cursor)
         yield count
@@ -66,11 +68,9 @@ def count_rounds(
         )
 
 
-def estimate_length(
-    sources: Sequence[SourceOptions], options: StreamOptions, processor: Any, world_size: int
-) -> LengthEstimate:
+def estimate_length(plan: Plan, world_size: int) -> LengthEstimate:
     """Estimate the batches of a round from the units that its first windows are cut into."""
-    _, planner, _ = open_planner(sources, options, processor)
+    options, planner = plan.build.options, plan.planner
     shape = options.shape(world_size)
     draws, units, ended = _probe(planner)
     if ended:

@@ -1,53 +1,47 @@
 """`StreamLoader`: ready batches for a trainer, and the state of what the trainer was given.
 
-It runs a `VLMStream` in worker processes and keeps, for each batch that it hands out, the cursor behind it. So the
-state never counts what workers prefetched, and it is the same on every rank: a few kilobytes of JSON that fit any
-number of ranks and workers.
+It plans once, lets builders make batches of the plan, and keeps, for each batch that it hands out, the state after it. So
+the state never counts what was prefetched, and it is the same on every rank: a short JSON text that fits any number of
+ranks and workers.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
 import sys
 import weakref
 from collections import deque
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from vlm_stream.build import UnknownLabels
+from vlm_stream.consumers import refuse_bare_lightning
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.iteration import Iteration
 from vlm_stream.ledger import Ledger
+from vlm_stream.length import LengthEstimate, count_rounds, estimate_length, is_endless, length_key
 from vlm_stream.metrics import Meter, resident_bytes, serve_prometheus
+from vlm_stream.options import parse_keywords
 from vlm_stream.pixels.feed import DeviceFeed
 from vlm_stream.pixels.finish import DEFAULT_DTYPE
-from vlm_stream.stream import (
-    LengthEstimate,
-    Position,
-    RunState,
-    StreamOptions,
-    UnknownLabels,
-    VLMStream,
-    count_rounds,
-    estimate_length,
-    is_endless,
-    length_key,
-    open_processor,
-)
-from vlm_stream.stream.consumers import refuse_bare_lightning
-from vlm_stream.workers import WorkerOptions
+from vlm_stream.state import RunState
+from vlm_stream.stream import VLMStream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from vlm_stream.stream import Delivery, Sources, World
-    from vlm_stream.workers import WorkerPool
+    from vlm_stream.blueprint import Planned
+    from vlm_stream.build import Delivery
+    from vlm_stream.dispatch import Dispatcher
+    from vlm_stream.options import LoaderOptions, StreamOptions
+    from vlm_stream.recipe import Sources
+    from vlm_stream.world import World
 
-__all__ = ["LOADER_ARGUMENTS", "StreamLoader"]
+__all__ = ["StreamLoader"]
 
 _KEPT_PLACES: Final = 64
 
@@ -55,9 +49,21 @@ _KEPT_PLACES: Final = 64
 class _Place(NamedTuple):
     """Where a loader stands."""
 
-    position: Position
+    plan_state: Callable[[], dict[str, Any] | None]
+    """Writes the state of the plan."""
     rounds: int
     batches: int
+
+    def written(self) -> _Place:
+        """Return the same with the state written, which keeps nothing of an iteration alive."""
+        return self._replace(plan_state=partial(_same, self.plan_state()))
+
+
+def _same(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    return state
+
+
+_START: Final = _Place(partial(_same, None), 0, 0)
 
 
 class StreamLoader:
@@ -69,28 +75,16 @@ class StreamLoader:
 
     It follows the `Stateful` protocol of torch.distributed.checkpoint. Iterating again after the end delivers the next
     epoch; with `train=False` every iteration delivers the same. The other keyword arguments are the fields of
-    `StreamOptions`.
+    `StreamOptions` (what batches are) and `LoaderOptions` (who builds them, where they are delivered).
 
     Args:
         sources: A path or URL, a list of them, or `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`.
         processor: A transformers processor, or the name or path of one. None: batches hold `RawSample`s, or what
             `collate_fn` makes of them.
-        num_workers: Processes that read and encode; 0 does it in this one.
-        prefetch_batches: Finished batches that each worker keeps ready.
-        worker_timeout: Seconds after which a worker that finishes nothing is replaced; None: never.
-        max_restarts: Workers that may be replaced before the run ends; a sample that costs two of them (three, if they
-            were killed by SIGKILL or SIGTERM) is left out, and they do not count.
-        start_method: How workers start: "fork", "spawn" or "forkserver"; None: the platform's default.
         rank: Data-parallel rank. By default it is found when iteration starts: the device mesh's, torch.distributed's,
             Ray Train's, that of torchrun, MPI or SLURM, or 0 of 1.
         world_size: Number of data-parallel ranks, likewise.
         device_mesh: A `DeviceMesh`: model-parallel peers get the same data.
-        device: Where batches are delivered, their pixels finished there: workers then send compact pixels if the
-            processor's family has a path for them. On CUDA the next batch is copied while the trainer works on this
-            one. None: batches stay on the CPU, as `pixels` says.
-        dtype: Of the pixels of batches that are delivered to a device; bfloat16 by default.
-        ledger_path: File to which a line of JSON is appended for each bad sample; where there are several ranks, each
-            has its own (`ledger.rank3.jsonl`). None: the ledger is in memory alone.
         options: All `StreamOptions` as one value, instead of its fields as keywords.
     """
 
@@ -99,54 +93,28 @@ class StreamLoader:
         sources: Sources,
         *,
         processor: Any,
-        num_workers: int = 0,
-        prefetch_batches: int = 2,
-        worker_timeout: float | None = None,
-        max_restarts: int = 10,
-        start_method: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         device_mesh: Any = None,
-        device: Any = None,
-        dtype: Any = None,
-        ledger_path: str | os.PathLike[str] | None = None,
         options: StreamOptions | None = None,
         **keywords: Any,
     ) -> None:
         """Keep the settings; nothing is opened before iteration starts."""
-        if num_workers < 0 or prefetch_batches < 1:
-            raise ConfigError(
-                f"num_workers={num_workers} and prefetch_batches={prefetch_batches} make no batches; give 0 or more "
-                f"workers and at least 1 batch to prefetch"
-            )
-        if dtype is not None and device is None:
-            raise ConfigError(
-                f"dtype={dtype} is that of pixels on a device, but no device is given, so nothing would be converted; "
-                f"give device= as well, or call finish_pixels(batch, dtype=...) yourself"
-            )
-        self._feed = None if device is None else DeviceFeed(device, dtype or DEFAULT_DTYPE)
-        if self._feed is not None and options is None:
-            keywords = {"pixels": "compact"} | keywords
+        stream_options, self._workers = parse_keywords(options, keywords)
         self.stream = VLMStream(
             sources,
             processor=processor,
-            options=StreamOptions.of(options, keywords, others=LOADER_ARGUMENTS),
+            options=stream_options,
             rank=rank,
             world_size=world_size,
             device_mesh=device_mesh,
         )
-        self._workers = WorkerOptions(
-            num_workers=num_workers,
-            prefetch=prefetch_batches,
-            hang_s=worker_timeout,
-            max_restarts=max_restarts,
-            start_method=start_method,
-        )
-        self.ledger = Ledger(max_rate=self.stream.options.bad_budget)
-        self._ledger_path = None if ledger_path is None else Path(ledger_path)
+        device = self._workers.device
+        self._feed = None if device is None else DeviceFeed(device, self._workers.pixel_dtype or DEFAULT_DTYPE)
+        self.ledger = Ledger(max_rate=self.options.bad_budget)
         self._meter = Meter()
         self._unknown_labels = UnknownLabels()
-        self._place = _Place(Position.at(None), 0, 0)
+        self._place = _START
         self._places: deque[_Place] = deque(maxlen=_KEPT_PLACES)
         """Where it stood before each of the latest batches."""
         self._length: tuple[str, int] | None = None
@@ -179,18 +147,19 @@ class StreamLoader:
         """
         self.close()
         if not self.options.train:
-            self._place = _Place(Position.at(None), 0, 0)
+            self._place = _START
         else:
             refuse_bare_lightning(sys._getframe(1))
             if self._places and self._length is not None and self._length[1] == self._place.batches:
                 self._round_ended()  # whoever counts batches takes the last one and does not ask for another
         world = self.stream.world
-        if self._ledger_path is not None:
+        if self._workers.ledger_path is not None:
+            path = Path(self._workers.ledger_path)
             own = f".rank{world.rank}" if world.size > 1 else ""
-            self.ledger.path = self._ledger_path.with_name(self._ledger_path.stem + own + self._ledger_path.suffix)
-        epochs_before = self._place.rounds * (self.options.epochs or 0)
-        job = partial(self.stream.deliveries, world=world, epochs_before=epochs_before)
-        iteration = Iteration(self, world, job, self._place.position, self._workers, self._feed)
+            self.ledger.path = path.with_name(path.stem + own + path.suffix)
+        state = self._place.plan_state()
+        open_plan = partial(self.stream.plan, self._place.rounds)
+        iteration = Iteration(self, world, open_plan, state, self._workers, self._feed)
         self._running = weakref.ref(iteration)
         return iteration
 
@@ -203,7 +172,8 @@ class StreamLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel to another process without an iterator that is open here."""
-        return self.__dict__ | {"_running": None}
+        places = deque((place.written() for place in self._places), maxlen=_KEPT_PLACES)
+        return self.__dict__ | {"_running": None, "_place": self._place.written(), "_places": places}
 
     def end_round(self) -> None:
         """Go on to the next epoch now, if all batches of this one were handed out.
@@ -255,12 +225,12 @@ class StreamLoader:
         """Return how many batches are still to come in this iteration."""
         return len(self) - self._place.batches
 
-    @cached_property
+    @property
     def steps_per_epoch(self) -> int:
         """Return how many optimizer steps (of `micro_batches` batches each) the first epoch has; it may be endless."""
-        options = self.options if self.options.epochs == 1 else replace(self.options, epochs=1)
-        counts = count_rounds(self.stream.sources, options, self._processor, self.world.size, RunState())
-        return next(counts).steps
+        plan = self.stream.plan()
+        once = plan.planner.with_config(replace(plan.planner.config, epochs=1))
+        return next(count_rounds(replace(plan, planner=once), self.world.size, RunState())).steps
 
     def count_batches(self, rounds: int = 1) -> list[int]:
         """Return the batches that are left of this iteration, and those of the ones behind it, `rounds` in all.
@@ -271,7 +241,7 @@ class StreamLoader:
             raise TypeError("this loader has no end (epochs=None or stop='never'), so its batches cannot be counted")
         is_train = self.options.train
         state = self._state(self._place) if is_train else RunState()
-        counts = count_rounds(self.stream.sources, self.options, self._processor, self.world.size, state)
+        counts = count_rounds(self.stream.plan(state.rounds), self.world.size, state)
         found = [count.micro_batches for count in itertools.islice(counts, rounds if is_train else 1)]
         return found if is_train else found * rounds
 
@@ -279,7 +249,7 @@ class StreamLoader:
         """Return about how many batches an iteration has, and how far off that may be, from its first windows."""
         if is_endless(self.options):
             raise TypeError("this loader has no end (epochs=None or stop='never'), so it has no length; count steps")
-        return estimate_length(self.stream.sources, self.options, self._processor, self.world.size)
+        return estimate_length(self.stream.plan(), self.world.size)
 
     def state_dict(self, *, ago: int = 0) -> dict[str, str]:
         """Return where the loader stands, behind the last batch that it handed out, as one JSON text under one key.
@@ -311,21 +281,27 @@ class StreamLoader:
         self.close()
         if not self.options.train:
             return
-        self._place = _Place(Position.at(state.cursor), state.rounds, state.batches)
+        self._place = _Place(partial(_same, state.cursor), state.rounds, state.batches)
         self._places.clear()
         self._length = state.length
 
+    def set_workers(self, num_workers: int) -> None:
+        """Build with another number of processes, now and in later iterations; no batch is lost or repeated."""
+        self._workers = replace(self._workers, num_workers=num_workers)
+        running = self._iteration
+        if running is not None:
+            running.set_workers(self._workers, self._place.plan_state())
+
     def worker_pids(self) -> list[int]:
         """Return the process ids of the running workers."""
-        pool = self._pool
-        return pool.pids() if pool is not None else []
+        return self._dispatcher.pids() if self._dispatcher is not None else []
 
     def metrics(self) -> dict[str, float]:
         """Return counts, rates and times per stage so far, for TensorBoard, W&B or a table."""
-        pool = self._pool
+        running = self._dispatcher
         return self._meter.numbers(pack_size=self.options.pack_size) | {
-            "ready_batches": pool.num_ready() if pool is not None else 0,
-            "worker_restarts": self._num_restarts + (pool.num_restarts if pool is not None else 0),
+            "ready_batches": running.num_ready() if running is not None else 0,
+            "worker_restarts": self._num_restarts + (running.num_restarts if running is not None else 0),
             "resident_megabytes": resident_bytes([os.getpid(), *self.worker_pids()]) / 1e6,
         }
 
@@ -333,26 +309,22 @@ class StreamLoader:
         """Serve `metrics()` to Prometheus at `http://address:port/metrics`."""
         return serve_prometheus(self.metrics, port, address)
 
-    @cached_property
-    def _processor(self) -> Any:
-        return open_processor(self.stream.processor)
-
     @property
     def _iteration(self) -> Iteration | None:
         running = self._running() if self._running is not None else None
         return running if running is not None and running.is_open else None
 
     @property
-    def _pool(self) -> WorkerPool | None:
+    def _dispatcher(self) -> Dispatcher | None:
         running = self._iteration
-        return None if running is None else running.pool
+        return None if running is None else running.dispatcher
 
     def _state(self, place: _Place) -> RunState:
         length = self._length if place.rounds == self._place.rounds else None
-        return RunState(cursor=place.position.state(), rounds=place.rounds, batches=place.batches, length=length)
+        return RunState(cursor=place.plan_state(), rounds=place.rounds, batches=place.batches, length=length)
 
-    def _handed_out(self, delivery: Delivery, waited_s: float) -> None:
-        """Note what a batch brought, and move behind it."""
+    def _handed_out(self, planned: Planned, delivery: Delivery, waited_s: float) -> None:
+        """Note what a batch brought, and move after it."""
         self.ledger.saw(delivery.num_samples)
         self.ledger.extend(delivery.bad)
         self._meter.add(delivery)
@@ -360,22 +332,14 @@ class StreamLoader:
         if self.options.train and self.world.rank == 0:
             self._unknown_labels.saw(delivery)
         self._places.append(self._place)
-        self._place = _Place(delivery.behind, self._place.rounds, self._place.batches + 1)
+        self._place = _Place(planned.state, self._place.rounds, self._place.batches + 1)
 
     def _round_ended(self) -> None:
         if self.options.train:
-            self._place = _Place(self._place.position, self._place.rounds + 1, 0)
+            self._place = self._place._replace(rounds=self._place.rounds + 1, batches=0)
             self._length = None
 
     def _stopped(self, num_restarts: int) -> None:
-        """Write the position down, which keeps nothing of the iteration alive."""
+        """Write the state down, which keeps nothing of the iteration alive."""
         self._num_restarts += num_restarts
-        self._place = self._place._replace(position=self._place.position.written())
-
-
-LOADER_ARGUMENTS: Final = tuple(
-    name
-    for name, parameter in inspect.signature(StreamLoader).parameters.items()
-    if parameter.kind is not parameter.VAR_KEYWORD
-)
-"""What the loader takes itself; everything else is a field of `StreamOptions`."""
+        self._place = self._place.written()

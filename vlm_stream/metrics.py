@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vlm_stream.storage import ReadTotals
-    from vlm_stream.stream import Delivery
+    from vlm_stream.build import Delivery
 
 __all__ = ["Meter", "resident_bytes", "serve_prometheus"]
 
@@ -49,7 +49,7 @@ class Meter:
         for stage, duration in delivery.seconds.items():
             seconds[stage] += duration
         self._reads[delivery.pid] = delivery.reads
-        self._newest_step = delivery.step
+        self._newest_step = delivery.name.step
 
     def numbers(self, *, pack_size: int | None = None) -> dict[str, float]:
         """Return everything so far."""

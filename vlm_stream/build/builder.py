@@ -1,6 +1,6 @@
 """A blueprint becomes a batch: fetch its bytes, encode each sample, join the rows.
 
-Enters: a `Recipe` once, then blueprints. Leaves: a `Delivery` for each. A builder keeps connections, the processor and
+Enters: a `BuildConfig` once, then blueprints. Leaves: a `Delivery` for each. A builder keeps connections, the processor and
 reused memory, and no state: any builder builds any blueprint, in any order, with the same result. What is bad becomes a
 hole and a ledger entry.
 """
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from vlm_stream.storage import Reading, SpanResult
     from vlm_stream.tokens import FrameRule
 
-__all__ = ["Builder", "Recipe", "Watch"]
+__all__ = ["Builder", "BuildConfig", "Watch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class BuildConfig:
     """What all batches of a run have in common; it may be pickled."""
 
     processor: Any
@@ -47,6 +47,16 @@ class Recipe:
     """Which frames of videos are read."""
     sources: tuple[tuple[str, FieldMap], ...]
     """Name of each source, and how members become a conversation."""
+
+    def open(self, watch: Watch | None = None) -> Builder:
+        """Return a builder."""
+        return Builder(self, watch)
+
+    def modules(self) -> list[str]:
+        """Return what a process imports to build: its parent may do so once for all."""
+        if self.processor is None or isinstance(self.processor, str | os.PathLike | dict):
+            return [__name__]
+        return [__name__, type(self.processor).__module__]
 
 
 class Watch(Protocol):
@@ -70,18 +80,18 @@ class _Nobody:
 class Builder:
     """Builds batches; use it in a `with` block."""
 
-    def __init__(self, recipe: Recipe, watch: Watch | None = None) -> None:
+    def __init__(self, config: BuildConfig, watch: Watch | None = None) -> None:
         """Load the processor and prepare the family's encoding and collation."""
-        options = recipe.options
-        processor = open_processor(recipe.processor)
-        self._sources = recipe.sources
+        options = config.options
+        processor = open_processor(config.processor)
+        self._sources = config.sources
         self._watch = watch or _Nobody()
         self._with_refs = options.with_refs
         self._rows: RowBuilder | RawRows
         if processor is None:
             self._rows = RawRows(options)
         else:
-            encoder = Encoder(processor, options.encode(recipe.frames))
+            encoder = Encoder(processor, options.encode(config.frames))
             self._rows = RowBuilder(encoder, make_collator(processor, options), pixels=bool(options.pixels))
         self._reader = SpanReader(options.read(), options.store)
 

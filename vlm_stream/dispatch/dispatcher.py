@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from vlm_stream.dispatch.costs import CostModel
 from vlm_stream.dispatch.pool import Failure, Finished, Joined, Lost
@@ -28,11 +28,11 @@ from vlm_stream.errors import VlmStreamError, WorkerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from vlm_stream.blueprint import Blueprint, SampleRef
+    from vlm_stream.blueprint import Blueprint, Planned, SampleRef
     from vlm_stream.build import Delivery
     from vlm_stream.dispatch.pool import Event, Listener, Noted, Pool
 
-__all__ = ["DispatchOptions", "Dispatcher", "Planned"]
+__all__ = ["DispatchOptions", "Dispatcher"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +62,6 @@ class DispatchOptions:
     max_worker_bytes: int | None = None
     """A worker larger than this is replaced between batches; None: one that has grown by 2 GB, and to more than twice
     what it needed for its first batches."""
-
-
-class Planned(NamedTuple):
-    """A blueprint, and the state after its batch (written when it is asked for)."""
-
-    blueprint: Blueprint
-    state: Callable[[], dict[str, Any] | None]
 
 
 @dataclass(slots=True)

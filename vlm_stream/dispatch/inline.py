@@ -10,8 +10,8 @@ from vlm_stream.build import Builder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vlm_stream.build import Delivery, Recipe
-    from vlm_stream.dispatch.dispatcher import Planned
+    from vlm_stream.blueprint import Planned
+    from vlm_stream.build import Delivery, BuildConfig
     from vlm_stream.storage import Reading
 
 __all__ = ["build_inline"]
@@ -19,11 +19,11 @@ __all__ = ["build_inline"]
 _MAX_AHEAD = 8
 
 
-def build_inline(plan: Iterator[Planned], recipe: Recipe, max_bytes: int) -> Iterator[tuple[Planned, Delivery]]:
+def build_inline(plan: Iterator[Planned], config: BuildConfig, max_bytes: int) -> Iterator[tuple[Planned, Delivery]]:
     """Yield each batch in plan order; at most `max_bytes` of later batches are fetched ahead, but always one batch."""
     begun: deque[tuple[Planned, Reading]] = deque()
     num_bytes, max_ahead = 0, 1  # the first batch does not wait for later ones to be planned
-    with Builder(recipe) as builder:
+    with Builder(config) as builder:
         for planned in plan:
             begun.append((planned, builder.begin(planned.blueprint)))
             num_bytes += planned.blueprint.work.num_bytes

@@ -6,7 +6,7 @@ connection is the sign of a death, on both sides. Two threads for each process r
 a process that does not listen, blocks nobody.
 
 Processes start by forkserver: they inherit no threads, locks or CUDA state of the trainer. The main module is imported
-in them only if the recipe needs it, so scripts need no `if __name__ == "__main__"`.
+in them only if the config needs it, so scripts need no `if __name__ == "__main__"`.
 
 Not `torch.utils.data.DataLoader`: there one dead worker ends all of them, by an error that can be raised in the middle
 of the trainer's own code.
@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.dispatch.blocks import BlockReader
+from vlm_stream.blocks import BlockReader
 from vlm_stream.dispatch.note import SampleNote
 from vlm_stream.dispatch.pool import Finished, Joined, Lost
 from vlm_stream.dispatch.worker import serve
@@ -40,13 +40,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from vlm_stream.blueprint import Blueprint, SampleRef
-    from vlm_stream.build import Recipe
+    from vlm_stream.build import BuildConfig
     from vlm_stream.dispatch.pool import Listener, Noted
 
 __all__ = ["ProcessPool", "say_exit"]
 
 _JOIN_S: Final = 5.0
-_PRELOADED: Final = ("vlm_stream.build", "vlm_stream.dispatch.worker")
 
 _connections: weakref.WeakSet[Any] = weakref.WeakSet()
 """The parent's ends. A process that is forked closes its copies, or it would keep the others' connections open."""
@@ -55,14 +54,14 @@ _connections: weakref.WeakSet[Any] = weakref.WeakSet()
 class ProcessPool:
     """Builders that are processes."""
 
-    def __init__(self, recipe: Recipe, listener: Listener, *, start_method: str | None = None) -> None:
+    def __init__(self, config: BuildConfig, listener: Listener, *, start_method: str | None = None) -> None:
         """Prepare; `listener` is called from threads of the pool.
 
         Raises:
-            ConfigError: The recipe cannot be sent to another process.
+            ConfigError: The config cannot be sent to another process.
         """
         self._context: Any = multiprocessing.get_context(start_method or "forkserver")
-        self._recipe = _pickled(recipe)
+        self._config = _pickled(config)
         self._listener = listener
         self._workers: dict[int, _Worker] = {}
         self._numbers = itertools.count()
@@ -70,7 +69,7 @@ class ProcessPool:
         # One thread: the first start waits for the fork server, which imports torch, and the caller need not.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="vlm-stream-start")
         if self._context.get_start_method() == "forkserver":
-            _preload(recipe.processor)
+            _preload([*config.modules(), serve.__module__])
 
     def grow(self) -> int:
         """Start one more builder."""
@@ -116,7 +115,7 @@ class ProcessPool:
         if self._is_closed:
             return
         try:
-            self._workers[number] = _Worker(self._context, number, self._recipe, self._report)
+            self._workers[number] = _Worker(self._context, number, self._config, self._report)
         except Exception as error:
             self._listener(Lost(number, f"could not be started ({type(error).__name__}: {error})", 1, None))
 
@@ -130,7 +129,7 @@ class ProcessPool:
 class _Worker:
     """One process, and the parent's end of its connection."""
 
-    def __init__(self, context: Any, number: int, recipe: bytes, report: Any) -> None:
+    def __init__(self, context: Any, number: int, config: bytes, report: Any) -> None:
         self._number = number
         self._report = report
         self._why = ""
@@ -144,12 +143,12 @@ class _Worker:
         self.process: Any = context.Process(
             target=target, args=(theirs, self._note, parent), daemon=True, name="vlm-stream-worker"
         )
-        with contextlib.nullcontext() if b"__main__" in recipe else _without_main():
+        with contextlib.nullcontext() if b"__main__" in config else _without_main():
             self.process.start()
         theirs.close()
         self._blocks = BlockReader(self.process.pid)
         self.outbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self.outbox.put(("recipe", recipe))
+        self.outbox.put(("config", config))
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._write, self._read)]
         for thread in self._threads:
             thread.start()
@@ -225,9 +224,9 @@ def say_exit(exit_code: int | None) -> str:
     return f"exit code {exit_code}"
 
 
-def _pickled(recipe: Recipe) -> bytes:
+def _pickled(config: BuildConfig) -> bytes:
     try:
-        return pickle.dumps(recipe)
+        return pickle.dumps(config)
     except Exception as error:  # a class may fail in any way when it is taken apart
         raise ConfigError(
             f"processor, collate_fn and options cannot be sent to worker processes ({type(error).__name__}: {error}); "
@@ -235,15 +234,11 @@ def _pickled(recipe: Recipe) -> bytes:
         ) from error
 
 
-def _preload(processor: Any) -> None:
+def _preload(modules: list[str]) -> None:
     """Let the fork server import what builders need, unless the program has told it what to import."""
     server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
-    if getattr(server, "_preload_modules", ["__main__"]) != ["__main__"]:
-        return
-    modules = [*_PRELOADED]
-    if not (processor is None or isinstance(processor, str | os.PathLike | dict)):
-        modules += [type(processor).__module__, "transformers"]
-    multiprocessing.set_forkserver_preload([name for name in modules if name != "__main__"])
+    if getattr(server, "_preload_modules", ["__main__"]) == ["__main__"]:
+        multiprocessing.set_forkserver_preload([name for name in modules if name != "__main__"])
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """A builder in a process of its own: the child's side of `processes.py`.
 
-It listens on one connection. Messages to it: `("recipe", bytes)` once, `("build", number, blueprint, skipped)`,
+It listens on one connection. Messages to it: `("config", bytes)` once, `("build", number, blueprint, skipped)`,
 `("drop", number)`, each with the blocks that the parent is done with. Messages from it: `("ready",)`,
 `("done", number, delivery, resident_bytes)`, `("failed", number or None, failure)`. A thread reads, so that bytes of the
 next batches are fetched while one is built, and the parent never waits for room.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.dispatch.allocator import keep_freed_memory
-from vlm_stream.dispatch.blocks import BlockPool, offer_blocks
+from vlm_stream.blocks import BlockPool, offer_blocks
 from vlm_stream.dispatch.pool import Failure
 from vlm_stream.errors import ConfigError, WorkerError
 
@@ -72,17 +72,16 @@ def _serve(link: _Link, note: SampleNote) -> None:
 
 
 def _open_builder(message: tuple[Any, ...], note: SampleNote) -> Builder:
-    from vlm_stream.build import Builder
-
     try:
-        recipe = pickle.loads(message[1])  # noqa: S301 - our parent's bytes
+        config = pickle.loads(message[1])  # noqa: S301 - our parent's bytes
     except Exception as error:
         raise ConfigError(
             f"a worker process cannot load what it needs to build batches ({type(error).__name__}: {error}); define "
             f"collate_fn and processor classes in a module that can be imported, or use start_method='fork' or "
             f"num_workers=0"
         ) from error
-    return Builder(recipe, watch=note)
+    builder: Builder = config.open(note)
+    return builder
 
 
 def _hear(link: _Link, builder: Builder, jobs: OrderedDict[int, tuple[Any, ...]]) -> None:
