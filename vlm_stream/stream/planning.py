@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import ConfigError
 from vlm_stream.plan import Planner
-from vlm_stream.shards import template_digest
+from vlm_stream.processors import template_digest
 from vlm_stream.stream.counting import apply_frame_options, count_fake_image
 from vlm_stream.stream.datasets import OpenDatasets, open_manifests
 from vlm_stream.tokens import Geometry
@@ -14,7 +14,7 @@ from vlm_stream.tokens import Geometry
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vlm_stream.shards import Manifest
+    from vlm_stream.format import Manifest
     from vlm_stream.storage import Store
     from vlm_stream.stream.options import StreamOptions
     from vlm_stream.stream.sources import SourceOptions
@@ -53,7 +53,6 @@ def open_planner(
         geometry,
         fake_tokens=fake_tokens,
         text=text if are_labels_known else "",
-        max_indexes=max(1024, 3 * options.group_shards * len(sources)),
     )
     config = options.plan(
         f"{datasets.geometry_digest}+{fake_tokens}",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.shards import load_processor
+from vlm_stream.processors import load_processor
 
 __all__ = ["open_processor"]
 

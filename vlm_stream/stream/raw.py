@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.shards import FieldMap, is_text_member, to_conversation
+from vlm_stream.format import FieldMap, is_text_member, to_conversation
 from vlm_stream.stream.collators import CustomCollator
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_stream.encode import IGNORE
 from vlm_stream.errors import BadSampleError, ConfigError, blame_sample
-from vlm_stream.shards import is_text_member, to_conversation
+from vlm_stream.format import is_text_member, to_conversation
 from vlm_stream.tokens import MediaSizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vlm_stream.encode import Encoder
-    from vlm_stream.shards import FieldMap
+    from vlm_stream.format import FieldMap
     from vlm_stream.stream.collators import Collator
 
 __all__ = ["RowBuilder"]
