@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_stream import StreamLoader
-from vlm_stream.shards import index_tars, make_shards
+from vlm_stream.convert import index_tars, make_shards
 from vlm_stream.testing import build_processor, make_jpeg, make_toy_dataset
 
 

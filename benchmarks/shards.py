@@ -98,7 +98,7 @@ def time_here(convert: Callable[[], object], out: Path) -> Seconds:
 def time_process(data: Path, out: Path, workers: int, samples_per_shard: int) -> Seconds:
     """Run the converter in a process of its own, its start and its imports included."""
     code = (
-        "import sys; from vlm_stream.shards import make_shards\n"
+        "import sys; from vlm_stream.convert import make_shards\n"
         "if __name__ == '__main__':\n"
         "    r = make_shards(sys.argv[1], sys.argv[2], media_dir=sys.argv[3], workers=int(sys.argv[4]),\n"
         "                    samples_per_shard=int(sys.argv[5]))\n"
@@ -117,7 +117,7 @@ def time_process(data: Path, out: Path, workers: int, samples_per_shard: int) ->
 
 def run_speed(args: argparse.Namespace) -> None:
     """Print ratios of one worker in this process, warm; its fixed part; then whole processes of several workers."""
-    from vlm_stream.shards import make_shards
+    from vlm_stream.convert import make_shards
 
     def convert(data: Path) -> object:
         return make_shards(data, out, media_dir=str(data.parent), samples_per_shard=args.per_shard)
@@ -166,7 +166,7 @@ def print_rows(measured: dict[str, list[Seconds]], megabytes: float) -> None:
 def run_memory(args: argparse.Namespace) -> None:
     """Print the peak memory of conversions of text records, each in a process of its own."""
     if args.one is not None:
-        from vlm_stream.shards import make_shards
+        from vlm_stream.convert import make_shards
 
         path, out = args.one
         report = make_shards(path, out, samples_per_shard=10_000, shuffle=1)

@@ -47,7 +47,7 @@ def toy_meta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def toy_shards(tmp_path_factory: pytest.TempPathFactory, toy_meta: Path, saved_processor: Path) -> Path:
     """Those conversations in 6 shards, counted exactly."""
-    from vlm_stream.shards import make_shards
+    from vlm_stream.convert import make_shards
 
     folder = tmp_path_factory.mktemp("toy-shards")
     make_shards(toy_meta, folder, processor=str(saved_processor), samples_per_shard=10)
@@ -57,7 +57,7 @@ def toy_shards(tmp_path_factory: pytest.TempPathFactory, toy_meta: Path, saved_p
 @pytest.fixture(scope="session")
 def image_shards(tmp_path_factory: pytest.TempPathFactory, toy_meta: Path) -> Path:
     """Those without videos, for families that read none; not counted for any processor."""
-    from vlm_stream.shards import make_shards
+    from vlm_stream.convert import make_shards
 
     folder = tmp_path_factory.mktemp("image-shards")
     make_shards(toy_meta, folder, names=("captions", "dialogues"), samples_per_shard=10)

@@ -7,7 +7,7 @@ import pytest
 
 from vlm_stream.conversation import check_conversation, frame_rate, named_frames
 from vlm_stream.errors import BadSampleError
-from vlm_stream.shards import FieldMap, to_conversation
+from vlm_stream.format import FieldMap, to_conversation
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from vlm_stream import Batch, StreamLoader, StreamOptions, VLMStream
+from vlm_stream.convert import make_shards
 from vlm_stream.errors import BadBudgetError, ConfigError
-from vlm_stream.shards import make_shards
 
 PACKED = {"pack_size": 1024, "with_refs": True}
 MODES = {

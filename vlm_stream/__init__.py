@@ -20,7 +20,7 @@ _HOMES = {
     "VLMStream": "vlm_stream.stream",
     "VlmStreamError": "vlm_stream.errors",
     "finish_pixels": "vlm_stream.pixels",
-    "make_shards": "vlm_stream.shards",
+    "make_shards": "vlm_stream.convert",
 }
 
 __all__ = [
@@ -38,11 +38,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from vlm_stream.batch import Batch
+    from vlm_stream.convert import make_shards
     from vlm_stream.errors import VlmStreamError
     from vlm_stream.loader import StreamLoader
     from vlm_stream.options import StreamOptions
     from vlm_stream.pixels import finish_pixels
-    from vlm_stream.shards import make_shards
     from vlm_stream.storage import StoreOptions
     from vlm_stream.build import RawSample
     from vlm_stream.stream import VLMStream

@@ -7,11 +7,11 @@ from functools import cache
 import pytest
 import torch
 
+from vlm_stream.convert.foreign import measure_media
 from vlm_stream.encode import EncodeConfig, Encoder
 from vlm_stream.errors import BadSampleError, ConfigError
+from vlm_stream.format import is_text_member, load_manifest, read_index, to_conversation
 from vlm_stream.media import ImageConfig
-from vlm_stream.shards import is_text_member, load_manifest, read_index, to_conversation
-from vlm_stream.shards.foreign import measure_media
 from vlm_stream.storage import SpanReader, open_store
 from vlm_stream.testing import build_processor, make_jpeg
 from vlm_stream.tokens import FrameRule, ImageSize, MediaSizes

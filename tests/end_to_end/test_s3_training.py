@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlm_stream.shards import make_shards, verify_dataset
+from vlm_stream.convert import make_shards, verify_dataset
 from vlm_stream.testing import make_toy_dataset
 
 TRAINER = Path(__file__).with_name("train.py")

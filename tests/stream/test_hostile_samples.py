@@ -17,18 +17,24 @@ from hypothesis import strategies as st
 from tests.hostile import chat, good_samples, hostile_samples, native
 from vlm_stream import StreamLoader
 from vlm_stream.cli import main
+from vlm_stream.convert import IndexOptions, index_tars, make_shards
+from vlm_stream.convert.counting import EstimatingCounter
+from vlm_stream.convert.rows import SampleCounts, encode_index
+from vlm_stream.convert.sample import Sample
+from vlm_stream.convert.writer import ShardWriter
 from vlm_stream.encode import Encoder
 from vlm_stream.errors import BadSampleError
+from vlm_stream.format import (
+    FieldMap,
+    Manifest,
+    ShardEntry,
+    ShardList,
+    decode_index,
+    index_name,
+    save_manifest,
+    to_conversation,
+)
 from vlm_stream.ledger import BadSample, Ledger
-from vlm_stream.shards import FieldMap, IndexOptions, index_tars, make_shards, to_conversation
-from vlm_stream.shards.counting import EstimatingCounter
-from vlm_stream.shards.index import decode_index, encode_index
-from vlm_stream.shards.layout import index_name
-from vlm_stream.shards.manifest import Manifest, save_manifest
-from vlm_stream.shards.rows import SampleCounts
-from vlm_stream.shards.sample import Sample
-from vlm_stream.shards.shard_list import ShardEntry, ShardList
-from vlm_stream.shards.writer import ShardWriter
 from vlm_stream.storage import open_store
 from vlm_stream.stream.rows import RowBuilder
 from vlm_stream.testing import build_processor

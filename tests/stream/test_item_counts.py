@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from vlm_stream import StreamLoader, VLMStream
+from vlm_stream.convert import recount
 from vlm_stream.errors import ConfigError
+from vlm_stream.format import load_manifest
 from vlm_stream.integrations.torch import count_items
-from vlm_stream.shards import load_manifest, recount
 from vlm_stream.storage import open_store
 from vlm_stream.testing import build_processor, build_tiny_model
 

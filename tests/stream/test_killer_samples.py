@@ -17,8 +17,8 @@ import pytest
 from transformers.models.qwen2_5_vl import processing_qwen2_5_vl
 
 from vlm_stream import StreamLoader
+from vlm_stream.convert import make_shards
 from vlm_stream.errors import WorkerError
-from vlm_stream.shards import make_shards
 
 OPTIONS = {"mode": "plain", "batch_size": 3, "with_refs": True, "bad_budget": None, "shuffle": False}
 

@@ -20,7 +20,7 @@ import torch
 
 from tests.stream.ddp_gradients import OPTIONS
 from vlm_stream import StreamLoader
-from vlm_stream.shards import make_shards
+from vlm_stream.convert import make_shards
 from vlm_stream.testing import build_tiny_model, make_toy_dataset
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from vlm_stream.blueprint import Blueprint, Piece, SampleRef
     from vlm_stream.options import StreamOptions
-    from vlm_stream.shards import FieldMap
+    from vlm_stream.format import FieldMap
     from vlm_stream.storage import Reading, SpanResult
     from vlm_stream.tokens import FrameRule
 

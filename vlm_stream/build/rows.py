@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vlm_stream.build.collators import CustomCollator
 from vlm_stream.encode import IGNORE
 from vlm_stream.errors import BadSampleError, ConfigError, blame_sample
-from vlm_stream.shards import FieldMap, is_text_member, to_conversation
+from vlm_stream.format import FieldMap, is_text_member, to_conversation
 from vlm_stream.tokens import MediaSizes
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from vlm_stream.commands.progress import Progress
 if TYPE_CHECKING:
     import argparse
 
-    from vlm_stream.shards import FieldMap
+    from vlm_stream.format import FieldMap
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Index; print the summary. Exit code 1 when not one sample could be used."""
-    from vlm_stream.shards import IndexOptions, index_tars
+    from vlm_stream.convert import IndexOptions, index_tars
 
     options = IndexOptions(
         out=args.out,
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 def _fields(args: argparse.Namespace) -> FieldMap | None:
     """Return the field map that the arguments name, None to guess it."""
     from vlm_stream.errors import ConfigError
-    from vlm_stream.shards import FieldMap
+    from vlm_stream.format import FieldMap
 
     named = {
         "columns": parse_mapping(args.columns),

@@ -20,7 +20,7 @@ from vlm_stream.commands.progress import Progress
 if TYPE_CHECKING:
     import argparse
 
-    from vlm_stream.shards import ShardOptions, ShardReport
+    from vlm_stream.convert import ShardOptions, ShardReport
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert; print the summary. Exit code 1 when not one sample could be used."""
     from vlm_stream.allocator import keep_freed_memory
-    from vlm_stream.shards import make_shards
+    from vlm_stream.convert import make_shards
 
     keep_freed_memory()
     with Progress("make-shards", enabled=not (args.json or args.quiet)) as progress:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> ShardOptions:
-    from vlm_stream.shards import ShardOptions
+    from vlm_stream.convert import ShardOptions
 
     return ShardOptions(
         processor=args.processor,

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Recount; print before and after. Exit code 1 if the processor refused any sample."""
-    from vlm_stream.shards import recount
+    from vlm_stream.convert import recount
 
     with Progress("recount", enabled=not (args.json or args.quiet)) as progress:
         report = recount(

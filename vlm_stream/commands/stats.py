@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from vlm_stream.shards import DatasetStats, Histogram
+    from vlm_stream.convert import DatasetStats, Histogram
     from vlm_stream.tokens import MediaColumns
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "bin_label", "overview", "run"]
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the statistics, or write them to a page."""
-    from vlm_stream.shards import dataset_stats
+    from vlm_stream.convert import dataset_stats
 
     count = _token_counter(args.processor) if args.processor else None
     stats = dataset_stats(args.dataset, store=store_options(args), count_tokens=count)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _token_counter(processor: str) -> Callable[[MediaColumns], npt.NDArray[np.int64]]:
-    from vlm_stream.shards.counting import load_processor
+    from vlm_stream.processors import load_processor
     from vlm_stream.tokens import Geometry, count_tokens
 
     geometry = Geometry.from_processor(load_processor(processor))

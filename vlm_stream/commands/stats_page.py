@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from vlm_stream.commands.stats import bin_label, overview
 
 if TYPE_CHECKING:
-    from vlm_stream.shards import DatasetStats, Histogram
+    from vlm_stream.convert import DatasetStats, Histogram
 
 __all__ = ["render_page"]
 

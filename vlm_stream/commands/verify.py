@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify; print each problem on a line. Exit code 1 if there is any."""
-    from vlm_stream.shards import verify_dataset
+    from vlm_stream.convert import verify_dataset
 
     with Progress("verify", enabled=not (args.json or args.quiet)) as progress:
         report = verify_dataset(

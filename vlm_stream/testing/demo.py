@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _make_shards(out: Path, num_samples: int, console: Console) -> tuple[Path, Any]:
     from vlm_stream.commands.common import print_table
     from vlm_stream.commands.make_shards import summary
-    from vlm_stream.shards import make_shards
+    from vlm_stream.convert import make_shards
     from vlm_stream.testing import build_processor, make_toy_dataset
 
     console.rule("1. toy data")

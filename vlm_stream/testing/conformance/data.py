@@ -17,7 +17,7 @@ def make_data(folder: str | Path) -> Path:
 
     The epoch of two ranks with two micro-batches a step has six steps, and the last of them is not full.
     """
-    from vlm_stream.shards import make_shards
+    from vlm_stream.convert import make_shards
     from vlm_stream.testing.processors import build_processor
     from vlm_stream.testing.toy_dataset import make_toy_dataset
 

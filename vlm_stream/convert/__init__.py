@@ -1,0 +1,30 @@
+"""Convert: records become verified, indexed WebDataset tars; tars made elsewhere become usable as they are.
+
+Enters: records, or tars. Leaves: `shard-*.tar`, an index for each, the ledger and `dataset.json`. Must not be known
+here: plans, collation, how a model consumes a sample.
+"""
+
+from __future__ import annotations
+
+from vlm_stream.convert.convert import ShardReport, make_shards
+from vlm_stream.convert.foreign import IndexOptions, index_tars
+from vlm_stream.convert.options import ShardOptions
+from vlm_stream.convert.recount import RecountReport, recount
+from vlm_stream.convert.stats import DatasetStats, Histogram, dataset_stats
+from vlm_stream.convert.verify import Problem, VerifyReport, verify_dataset
+
+__all__ = [
+    "DatasetStats",
+    "Histogram",
+    "IndexOptions",
+    "Problem",
+    "RecountReport",
+    "ShardOptions",
+    "ShardReport",
+    "VerifyReport",
+    "dataset_stats",
+    "index_tars",
+    "make_shards",
+    "recount",
+    "verify_dataset",
+]

@@ -1,0 +1,292 @@
+"""Tars made elsewhere become a dataset: one pass writes an index for each and a manifest. No tar is rewritten.
+
+Enters: URLs, with braces, of tars in any WebDataset layout. Leaves: indexes, ledger and manifest, beside the tars or
+in a folder of their own. A sample is a run of members with the same key, as WebDataset has it; what cannot be used is
+left out of the index and named in the ledger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import crc32c
+
+from vlm_stream.conversation import iter_media
+from vlm_stream.convert.counting import open_counter
+from vlm_stream.convert.engines import LocalEngine
+from vlm_stream.convert.layout import LEDGER, split_member_name
+from vlm_stream.convert.object_reader import ObjectReader
+from vlm_stream.convert.rows import SampleRow, check_fits_index, encode_index
+from vlm_stream.convert.sample import measure_item
+from vlm_stream.convert.shard_task import ShardPart, is_local
+from vlm_stream.convert.tar import TarMember, iter_members
+from vlm_stream.convert.urls import expand_urls
+from vlm_stream.errors import BadSampleError, ConfigError, DatasetError, blame_sample
+from vlm_stream.format import (
+    MANIFEST,
+    FieldMap,
+    Manifest,
+    ShardEntry,
+    ShardList,
+    decode_index,
+    guess_fields,
+    index_name,
+    is_text_member,
+    load_manifest,
+    save_manifest,
+    to_conversation,
+)
+from vlm_stream.ledger import BadSample
+from vlm_stream.storage import Member, open_store
+from vlm_stream.tokens import MediaSizes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from vlm_stream.conversation import Conversation
+    from vlm_stream.convert.counting import SampleCounter
+    from vlm_stream.storage import Store, StoreOptions
+
+__all__ = ["IndexOptions", "index_tars"]
+
+
+_NUM_GUESSED: Final = 100
+"""Samples that are asked for the layout: the first may be a bad one."""
+_LEFT_OUT: Final = "What follows is left out, and the sample before it, which may have lost a member."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexOptions:
+    """How tars made elsewhere are indexed."""
+
+    out: str | None = None
+    """Folder or URL for indexes and manifest; None: beside the tars."""
+    fields: FieldMap | None = None
+    """How members become a conversation; None: as the first sample shows."""
+    processor: str | None = None
+    """Name or path of a transformers processor, for exact text tokens."""
+    workers: int = 1
+    overwrite: bool = False
+    """Replace indexes and manifest that are there."""
+    store: StoreOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    number: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Context:
+    tars: str
+    out: str
+    fields: FieldMap
+    processor: str | None
+    store: StoreOptions | None
+
+    def __call__(self, task: _Task) -> ShardPart:
+        return _index_tar(self, task)
+
+
+def index_tars(
+    urls: Sequence[str],
+    options: IndexOptions | None = None,
+    *,
+    on_part: Callable[[ShardPart, int], None] | None = None,
+) -> Manifest:
+    """Write indexes and a manifest for tars made elsewhere.
+
+    Args:
+        urls: Paths or URLs of tars; `{000..127}` is expanded, a local `*` too, a folder means the tars in it.
+        options: What to do.
+        on_part: Called with every indexed tar and the number of tars, for progress.
+
+    Raises:
+        ConfigError: There are no tars, no known layout, or a dataset is there already.
+    """
+    options = options or IndexOptions()
+    root, names = expand_urls(urls, options.store)
+    tars = open_store(root, options.store)
+    out = open_store(options.out, options.store) if options.out else tars
+    if not options.overwrite and any(info.path == MANIFEST for info in out.list(MANIFEST)):
+        raise ConfigError(
+            f"{out.root} already holds a dataset ({load_manifest(out).totals.samples} samples); nothing was written. "
+            f"Give another --out, or replace its indexes and manifest with --overwrite."
+        )
+    fields = options.fields or _guess(tars, names)
+    context = _Context(tars=tars.root, out=out.root, fields=fields, processor=options.processor, store=options.store)
+    parts: dict[int, ShardPart] = {}
+    tasks = [_Task(number, name) for number, name in enumerate(names)]
+    for part in LocalEngine(options.workers).run(context, tasks):
+        parts[part.number] = part
+        if on_part is not None:
+            on_part(part, len(tasks))
+    ordered = [parts[number] for number in range(len(tasks))]
+    out.put(LEDGER, "".join(bad.to_json() + "\n" for part in ordered for bad in part.bad).encode())
+    dropped = Counter(f"{bad.stage}: {bad.reason}" for part in ordered for bad in part.bad)
+    manifest = Manifest(
+        shards=ShardList.of(part.entry for part in ordered),
+        tokens=open_counter(options.processor).note,
+        fields=fields,
+        tars=tars.root if out.root != tars.root else "",
+        home="" if is_local(tars) else out.root,
+        dropped=dict(sorted(dropped.items())),
+    )
+    save_manifest(out, manifest)
+    return manifest
+
+
+def _guess(store: Store, names: Sequence[str]) -> FieldMap:
+    """Return the layout that the first sample shows; where that shows none, one of those behind it."""
+    refused: ConfigError | None = None
+    for group in itertools.islice(_first_samples(store, names), _NUM_GUESSED):
+        texts = {extension: m.content for extension, m in group if is_text_member(extension)}
+        try:
+            return guess_fields([extension for extension, _ in group], texts)
+        except ConfigError as error:
+            refused = refused or error
+    raise refused or ConfigError(f"the tars at {store.root} hold no samples, so there is nothing to index.")
+
+
+def _first_samples(store: Store, names: Sequence[str]) -> Iterator[list[tuple[str, TarMember]]]:
+    for name in names:
+        with ObjectReader(store, name, store.head(name).size) as reader, contextlib.suppress(DatasetError):
+            for _, group in _iter_samples(iter_members(reader.read)):
+                yield group
+
+
+def _iter_samples(members: Iterable[TarMember]) -> Iterator[tuple[str, list[tuple[str, TarMember]]]]:
+    """Yield key and `(extension, member)`s: neighbours with the same key are one sample."""
+    key = ""
+    group: list[tuple[str, TarMember]] = []
+    for member in members:
+        new_key, extension = split_member_name(member.name)
+        if not extension or new_key.rpartition("/")[2].startswith("."):
+            continue  # READMEs and the dot files of archivers are no samples, as in WebDataset
+        if new_key != key and group:
+            yield key, group
+            group = []
+        key = new_key
+        group.append((extension, member))
+    if group:
+        yield key, group
+
+
+def _index_tar(context: _Context, task: _Task) -> ShardPart:
+    """Index one tar; write its sidecar."""
+    tars = open_store(context.tars, context.store)
+    out = open_store(context.out, context.store)
+    info = tars.head(task.name)
+    scan = _Scan(task.name, context.fields, open_counter(context.processor))
+    with ObjectReader(tars, task.name, info.size) as reader:
+        try:
+            for key, group in _iter_samples(iter_members(reader.read)):
+                scan.add(key, group)
+        except DatasetError as error:
+            scan.note("", reader.position, BadSampleError("read", "damaged_tar", f"{error} {_LEFT_OUT}"))
+        crc32c = reader.finish()
+    data = encode_index(scan.rows)
+    out.put(index_name(task.name), data)
+    entry = ShardEntry(
+        name=task.name,
+        totals=decode_index(data).totals(info.size),
+        crc32c=crc32c,
+        index_sha256=hashlib.sha256(data).hexdigest(),
+        etag=None if is_local(tars) else info.etag,
+    )
+    return ShardPart(number=task.number, entry=entry, bad=tuple(scan.bad))
+
+
+@dataclass(slots=True)
+class _Scan:
+    """What one pass over one tar has found so far."""
+
+    name: str
+    fields: FieldMap
+    counter: SampleCounter
+    rows: list[SampleRow] = field(default_factory=list)
+    bad: list[BadSample] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
+
+    def add(self, key: str, group: list[tuple[str, TarMember]]) -> None:
+        """Append a row, or a line of the ledger."""
+        begin = group[0][1].begin
+        try:
+            if key in self.keys:
+                raise BadSampleError("convert", "duplicate_key", f"the key '{key}' was in this tar before.")
+            self.keys.add(key)
+            self.rows.append(_to_row(key, group, self.fields, self.counter))
+        except Exception as error:  # tars made elsewhere hold anything
+            self.note(key, begin, blame_sample(error, "convert", "bad_form", "the sample cannot be indexed"))
+
+    def note(self, key: str, offset: int, error: BadSampleError) -> None:
+        """Append a line of the ledger."""
+        self.bad.append(
+            BadSample(
+                source=self.name,
+                sample=key or self.name,
+                stage=error.stage,
+                reason=error.reason,
+                detail=str(error),
+                shard=self.name,
+                offset=offset,
+            )
+        )
+
+
+def _to_row(key: str, group: list[tuple[str, TarMember]], fields: FieldMap, counter: SampleCounter) -> SampleRow:
+    names = [extension for extension, _ in group]
+    if not _is_utf8(key, *names):
+        raise BadSampleError("convert", "bad_name", "names of its members are not UTF-8, so no index can hold them.")
+    if len(set(names)) < len(names):
+        raise BadSampleError("convert", "duplicate_member", f"the sample has two members of one name: {names}.")
+    contents = {extension: member.content for extension, member in group}
+    texts = {name: content for name, content in contents.items() if is_text_member(name)}
+    conversation = to_conversation(fields, names, texts)
+    sizes = measure_media(conversation, contents)
+    crc = 0
+    for _, member in group:
+        for piece in (member.header, member.content, member.pad):
+            crc = crc32c.crc32c(piece, crc)
+    counts = counter.count(conversation, sizes)
+    check_fits_index(counts.text_tokens, sizes)
+    begin, end = group[0][1].begin, group[-1][1].end
+    if sum(len(m.header) + len(m.content) + len(m.pad) for _, m in group) != end - begin:
+        raise BadSampleError("convert", "split_sample", "other entries of the tar lie between the sample's members.")
+    return SampleRow(
+        key=key,
+        offset=begin,
+        size=end - begin,
+        crc32c=crc,
+        text_tokens=counts.text_tokens,
+        label_tokens=counts.label_tokens,
+        sizes=sizes,
+        members=tuple(Member(name, member.offset, len(member.content)) for name, member in group),
+    )
+
+
+def _is_utf8(*names: str) -> bool:
+    try:
+        return all(name.isascii() or name.encode() for name in names)
+    except UnicodeEncodeError:  # bytes of a tar that are not
+        return False
+
+
+def measure_media(conversation: Conversation, contents: dict[str, bytes]) -> MediaSizes:
+    """Return the sizes of a conversation's media, whose bytes are given by member name."""
+    sizes: dict[str, list[Any]] = {"image": [], "video": [], "audio": []}
+    for item in iter_media(conversation):
+        medium = item["type"]
+        where = item[medium]
+        names = where if isinstance(where, list) else [where]
+        try:
+            sizes[medium].append(measure_item(item, [contents[name] for name in names]))
+        except BadSampleError as error:
+            raise BadSampleError(error.stage, error.reason, f"member '{names[0]}': {error}") from error
+    return MediaSizes(images=tuple(sizes["image"]), videos=tuple(sizes["video"]), audios=tuple(sizes["audio"]))

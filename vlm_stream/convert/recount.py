@@ -1,0 +1,177 @@
+"""Text tokens and labels counted again, for another processor. Indexes and manifest are rewritten; no tar is.
+
+Enters: a dataset's URL and a processor. Leaves: the dataset with other counts. Only the JSON and text members are
+read, by range. The manifest is written last; after an interruption the recount is run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.conversation import iter_media
+from vlm_stream.convert.counting import open_counter
+from vlm_stream.convert.engines import LocalEngine
+from vlm_stream.convert.rows import SampleCounts, check_fits_index, recounted_index
+from vlm_stream.convert.sample import picked_frames
+from vlm_stream.errors import BadSampleError, blame_sample
+from vlm_stream.format import (
+    ShardList,
+    decode_index,
+    index_name,
+    is_text_member,
+    load_manifest,
+    save_manifest,
+    to_conversation,
+)
+from vlm_stream.ledger import BadSample
+from vlm_stream.storage import open_store
+from vlm_stream.tokens import MediaSizes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vlm_stream.conversation import Conversation
+    from vlm_stream.format import FieldMap, ShardEntry, ShardIndex
+    from vlm_stream.storage import Store, StoreOptions
+
+__all__ = ["RecountReport", "recount"]
+
+_NUM_THREADS: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecountReport:
+    """What a recount changed."""
+
+    url: str
+    digest: str
+    processor: str
+    tokens_before: int
+    tokens_after: int
+    num_changed: int
+    """Samples with other counts than before."""
+    labels_after: int
+    """Of the samples for which they are known."""
+    refused: tuple[BadSample, ...] = ()
+    """Samples that the processor cannot count; they keep their old count, and bring no labels."""
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recounter:
+    """Counts one shard again, in any process."""
+
+    root: str
+    tars: str
+    fields: FieldMap
+    processor: str | None
+    store: StoreOptions | None
+
+    def __call__(self, shard: ShardEntry) -> tuple[ShardEntry, int, list[BadSample]]:
+        """Rewrite the shard's index; return its new entry, how many counts changed, and what was refused."""
+        dataset = open_store(self.root, self.store)
+        tars = open_store(self.tars or self.root, self.store)
+        counter = open_counter(self.processor)
+        data = bytes(dataset.get(index_name(shard.name)))
+        index = decode_index(data, where=index_name(shard.name))
+        before = list(map(SampleCounts, index.columns.text_tokens.tolist(), index.columns.label_tokens.tolist()))
+        none = -1 if self.processor is None else 0
+        counts = [SampleCounts(text, none) for text, _ in before]
+        refused = []
+        for row, texts in _iter_texts(tars, shard.name, index):
+            names = [member.name for member in index.members(row)]
+            try:
+                conversation = to_conversation(self.fields, names, texts)
+                counts[row] = counter.count(conversation, _sizes(index, row, conversation))
+                check_fits_index(counts[row].text_tokens, MediaSizes())
+            except Exception as error:  # tars made elsewhere hold anything
+                counts[row] = SampleCounts(before[row].text_tokens, none)
+                bad = blame_sample(error, "convert", "bad_form", "the sample cannot be counted")
+                refused.append(_refused(shard.name, index.key(row), int(index.offset[row]), bad))
+        rewritten = recounted_index(data, counts)
+        dataset.put(index_name(shard.name), rewritten)
+        totals = decode_index(rewritten).totals(shard.totals.bytes)
+        entry = replace(shard, totals=totals, index_sha256=hashlib.sha256(rewritten).hexdigest())
+        return entry, sum(a != b for a, b in zip(before, counts, strict=True)), refused
+
+
+def _iter_texts(store: Store, path: str, index: ShardIndex) -> Iterator[tuple[int, dict[str, bytes]]]:
+    """Yield row and contents of its text members; many are asked for at a time, because each is a small request."""
+
+    def read(row: int) -> dict[str, bytes]:
+        wanted = [member for member in index.members(row) if is_text_member(member.name)]
+        found = store.get_ranges(path, [(member.offset, member.size) for member in wanted])
+        return {member.name: bytes(content) for member, content in zip(wanted, found, strict=True)}
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        yield from enumerate(pool.map(read, range(len(index))))
+
+
+def _sizes(index: ShardIndex, row: int, conversation: Conversation) -> MediaSizes:
+    """Return the sizes of a sample's media, with the frames that its conversation names."""
+    sizes = index.sizes(row)
+    items = [item for item in iter_media(conversation) if item["type"] == "video"]
+    videos = zip(sizes.videos, items, strict=True)
+    return replace(sizes, videos=tuple(replace(v, picked=picked_frames(item, v.frames)) for v, item in videos))
+
+
+def _refused(shard: str, key: str, offset: int, error: BadSampleError) -> BadSample:
+    return BadSample(
+        source=shard, sample=key, stage=error.stage, reason=error.reason, detail=str(error), shard=shard, offset=offset
+    )
+
+
+def recount(
+    url: str,
+    processor: str | None,
+    *,
+    workers: int = 1,
+    store: StoreOptions | None = None,
+    on_shard: Callable[[ShardEntry, int], None] | None = None,
+) -> RecountReport:
+    """Count the text tokens and labels of a dataset again.
+
+    Args:
+        url: The dataset's folder or URL.
+        processor: Name or path of a transformers processor; None goes back to estimates, without labels.
+        workers: Shards at a time.
+        store: How to reach object stores.
+        on_shard: Called with every recounted shard and the number of shards, for progress.
+    """
+    begin = time.perf_counter()
+    dataset = open_store(url, store)
+    manifest = load_manifest(dataset)
+    task = _Recounter(root=dataset.root, tars=manifest.tars, fields=manifest.fields, processor=processor, store=store)
+    entries: dict[str, ShardEntry] = {}
+    refused: dict[str, list[BadSample]] = {}
+    num_changed = 0
+    for entry, changed, bad in LocalEngine(workers).run(task, manifest.shards):
+        entries[entry.name], refused[entry.name] = entry, bad
+        num_changed += changed
+        if on_shard is not None:
+            on_shard(entry, len(manifest.shards))
+    counted = replace(
+        manifest,
+        shards=ShardList.of(entries[shard.name] for shard in manifest.shards),
+        tokens=open_counter(processor).note,
+    )
+    save_manifest(dataset, counted)
+    return RecountReport(
+        url=dataset.root,
+        digest=counted.digest,
+        processor=processor or "",
+        tokens_before=manifest.totals.text_tokens,
+        tokens_after=counted.totals.text_tokens,
+        labels_after=counted.totals.label_tokens,
+        num_changed=num_changed,
+        refused=tuple(bad for shard in manifest.shards for bad in refused[shard.name]),
+        seconds=round(time.perf_counter() - begin, 3),
+    )

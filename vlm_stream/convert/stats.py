@@ -1,0 +1,159 @@
+"""What a dataset looks like: histograms of tokens, bytes and media, as values.
+
+Enters: a dataset's URL; only manifest and indexes are read. Leaves: `DatasetStats`. How it is shown, in a terminal or
+on a page, is not known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from vlm_stream.format import IndexCache, OpenDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from vlm_stream.format import TokenCounting, Totals
+    from vlm_stream.storage import StoreOptions
+    from vlm_stream.tokens import MediaColumns
+
+__all__ = ["DatasetStats", "Histogram", "dataset_stats", "histogram_of"]
+
+_NUM_BINS: Final = 16
+_GROUP: Final = 64
+"""Shards that are looked at together."""
+_WIDE: Final = 30.0
+"""Values that span more than this factor get bins that grow by a factor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """How one quantity is distributed."""
+
+    name: str
+    unit: str
+    edges: tuple[float, ...]
+    """[bins + 1] Half-open bins, the last one closed."""
+    counts: tuple[int, ...]
+    """[bins]"""
+    num_values: int
+    total: float
+    mean: float
+    low: float
+    median: float
+    p95: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetStats:
+    """A dataset in numbers."""
+
+    url: str
+    digest: str
+    num_shards: int
+    totals: Totals
+    tokens: TokenCounting
+    dropped: dict[str, int]
+    histograms: tuple[Histogram, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers as JSON values."""
+        return asdict(self)
+
+
+def histogram_of(name: str, unit: str, values: npt.NDArray[Any]) -> Histogram | None:
+    """Return the distribution of `values`, None where there are none."""
+    if not len(values):
+        return None
+    low, high = float(values.min()), float(values.max())
+    counts, edges = np.histogram(values, bins=_edges(low, high, integral=values.dtype.kind in "iu"))
+    return Histogram(
+        name=name,
+        unit=unit,
+        edges=tuple(edges.tolist()),
+        counts=tuple(counts.tolist()),
+        num_values=len(values),
+        total=float(values.sum()),
+        mean=float(values.mean()),
+        low=low,
+        median=float(np.median(values)),
+        p95=float(np.percentile(values, 95)),
+        high=high,
+    )
+
+
+def _edges(low: float, high: float, *, integral: bool) -> npt.NDArray[np.float64]:
+    """Return strictly growing edges from `low` to `high`: by steps, or by factors where values span a wide range."""
+    if high <= low:
+        return np.array([low, low + 1.0])
+    if integral and high - low < _NUM_BINS:
+        return np.arange(low, high + 2.0)
+    if high / max(low, 1.0) > _WIDE:
+        begin = max(low, 1.0 if integral else high / 1e4)
+        edges = np.geomspace(begin, high, _NUM_BINS + 1)
+        edges[0] = low
+    else:
+        edges = np.linspace(low, high, _NUM_BINS + 1)
+    if integral:
+        edges = np.unique(np.round(edges))
+    edges[-1] = max(edges[-1], high)
+    return edges
+
+
+def dataset_stats(
+    url: str,
+    *,
+    store: StoreOptions | None = None,
+    count_tokens: Callable[[MediaColumns], npt.NDArray[np.int64]] | None = None,
+) -> DatasetStats:
+    """Read the indexes of a dataset and return its distributions.
+
+    Args:
+        url: The dataset's folder or URL.
+        store: How to reach object stores.
+        count_tokens: Gives the length of samples with their media, for some processor; without it only text is counted.
+    """
+    dataset = OpenDataset(url, store, IndexCache(0))
+    manifest = dataset.manifest
+    columns: dict[tuple[str, str], list[npt.NDArray[Any]]] = {}
+    for begin in range(0, len(manifest.shards), _GROUP):
+        media, _, size = dataset.media(range(begin, min(begin + _GROUP, len(manifest.shards))))
+        for quantity, values in _quantities(media, size, count_tokens).items():
+            columns.setdefault(quantity, []).append(values)
+    histograms = (histogram_of(*quantity, np.concatenate(parts)) for quantity, parts in columns.items())
+    return DatasetStats(
+        url=dataset.root,
+        digest=manifest.digest,
+        num_shards=len(manifest.shards),
+        totals=manifest.totals,
+        tokens=manifest.tokens,
+        dropped=manifest.dropped,
+        histograms=tuple(histogram for histogram in histograms if histogram is not None),
+    )
+
+
+def _quantities(
+    media: MediaColumns,
+    size: npt.NDArray[np.int64],
+    count_tokens: Callable[[MediaColumns], npt.NDArray[np.int64]] | None,
+) -> dict[tuple[str, str], npt.NDArray[Any]]:
+    """Return the values of some shards by (name, unit)."""
+    found: dict[tuple[str, str], npt.NDArray[Any]] = {}
+    if count_tokens is not None:
+        found["sample length", "tokens"] = count_tokens(media)
+    found["text per sample", "tokens"] = media.text_tokens
+    found["sample size", "bytes"] = size
+    found["images per sample", "images"] = np.diff(media.image_splits)
+    found["image width", "pixels"] = media.image_sizes[:, 1]
+    found["image height", "pixels"] = media.image_sizes[:, 0]
+    found["video length", "frames"] = media.video_sizes[:, 0]
+    found["video duration", "seconds"] = media.video_seconds
+    rates = media.audio_sizes[:, 1]
+    found["audio duration", "seconds"] = media.audio_sizes[rates > 0, 0] / rates[rates > 0]
+    return found

@@ -1,0 +1,248 @@
+"""Verification: every checksum, range and count of a dataset against its tars.
+
+Enters: a dataset's URL. Leaves: problems, each with shard, key and offset; nothing is changed and nothing is decoded.
+Shards are checked side by side, each in one pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlm_stream.conversation import iter_media
+from vlm_stream.convert.engines import LocalEngine
+from vlm_stream.convert.object_reader import ObjectReader
+from vlm_stream.convert.tar import iter_members
+from vlm_stream.errors import BadSampleError, DatasetError, NotFoundError
+from vlm_stream.format import ShardIndex, decode_index, index_name, is_text_member, load_manifest, to_conversation
+from vlm_stream.storage import crc32c_of, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vlm_stream.format import FieldMap, ShardEntry
+    from vlm_stream.storage import Store, StoreOptions
+
+__all__ = ["Problem", "VerifyReport", "verify_dataset"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is not as the manifest or the index says."""
+
+    kind: str
+    """Short stable code to count by."""
+    shard: str
+    detail: str
+    key: str = ""
+    offset: int = -1
+    """Byte in the shard, where there is one."""
+
+    def __str__(self) -> str:
+        """Return the form in which people read it."""
+        key = f" {self.key}" if self.key else ""
+        place = f" at byte {self.offset}" if self.offset >= 0 else ""
+        return f"{self.shard}{key}{place}: {self.kind}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What verification found."""
+
+    url: str
+    num_shards: int
+    num_samples: int
+    num_bytes: int
+    problems: tuple[Problem, ...] = ()
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checker:
+    """Checks one shard, in any process."""
+
+    root: str
+    tars: str
+    fields: FieldMap
+    store: StoreOptions | None
+
+    def __call__(self, shard: ShardEntry) -> tuple[ShardEntry, list[Problem]]:
+        check = _ShardCheck(shard=shard, fields=self.fields)
+        index = check.read_index(open_store(self.root, self.store))
+        check.read_tar(open_store(self.tars or self.root, self.store), index)
+        return shard, check.problems
+
+
+def verify_dataset(
+    url: str,
+    *,
+    workers: int = 1,
+    store: StoreOptions | None = None,
+    on_shard: Callable[[ShardEntry, int, int], None] | None = None,
+) -> VerifyReport:
+    """Check a dataset against its tars.
+
+    Args:
+        url: The dataset's folder or URL.
+        workers: Shards checked at a time.
+        store: How to reach object stores.
+        on_shard: Called with every checked shard, the number of shards and its number of problems, for progress.
+
+    Raises:
+        DatasetError: There is no manifest that could be checked.
+    """
+    begin = time.perf_counter()
+    dataset = open_store(url, store)
+    manifest = load_manifest(dataset)
+    checker = _Checker(root=dataset.root, tars=manifest.tars, fields=manifest.fields, store=store)
+    found: dict[str, list[Problem]] = {}
+    for shard, problems in LocalEngine(workers).run(checker, manifest.shards):
+        found[shard.name] = problems
+        if on_shard is not None:
+            on_shard(shard, len(manifest.shards), len(problems))
+    problems = [problem for shard in manifest.shards for problem in found[shard.name]]
+    totals = manifest.totals
+    return VerifyReport(
+        url=dataset.root,
+        num_shards=len(manifest.shards),
+        num_samples=totals.samples,
+        num_bytes=totals.bytes,
+        problems=(*problems, *_unlisted(open_store(manifest.tars or dataset.root, store), set(found))),
+        seconds=round(time.perf_counter() - begin, 3),
+    )
+
+
+def _unlisted(store: Store, listed: set[str]) -> list[Problem]:
+    """Return the shards of our naming that no manifest lists: leftovers, or a manifest of another run."""
+    return [
+        Problem(kind="unlisted_shard", shard=info.path, detail="the manifest does not list it, so nothing reads it.")
+        for info in store.list("shard-")
+        if info.path.endswith(".tar") and info.path not in listed
+    ]
+
+
+@dataclass(slots=True, kw_only=True)
+class _ShardCheck:
+    """The check of one shard under way."""
+
+    shard: ShardEntry
+    fields: FieldMap
+    problems: list[Problem] = field(default_factory=list)
+
+    def note(self, kind: str, detail: str, *, key: str = "", offset: int = -1) -> None:
+        """Add a problem."""
+        self.problems.append(Problem(kind=kind, shard=self.shard.name, key=key, offset=offset, detail=detail))
+
+    def read_index(self, store: Store) -> ShardIndex | None:
+        """Return the index, or what can be said of it."""
+        name = index_name(self.shard.name)
+        try:
+            data = bytes(store.get(name))
+        except NotFoundError:
+            self.note("missing_index", f"there is no {name}.")
+            return None
+        if hashlib.sha256(data).hexdigest() != self.shard.index_sha256:
+            self.note("changed_index", f"{name} is not the one that the manifest describes.")
+        try:
+            index = decode_index(data, where=name)
+        except DatasetError as error:
+            self.note("damaged_index", str(error))
+            return None
+        self._check_totals(index)
+        return index
+
+    def _check_totals(self, index: ShardIndex) -> None:
+        counted = asdict(index.totals(self.shard.totals.bytes))
+        listed = asdict(self.shard.totals)
+        wrong = [name for name in listed if listed[name] != counted[name]]
+        if wrong:
+            facts = ", ".join(
+                f"{name} {counted[name]} in the index and {listed[name]} in the manifest" for name in wrong
+            )
+            self.note("wrong_count", f"{facts}.")
+        text, labels, offset = index.columns.text_tokens, index.columns.label_tokens, index.offset
+        for row in np.flatnonzero((labels < -1) | (labels > text)).tolist():
+            detail = f"the index has {labels[row]} labels among {text[row]} text tokens."
+            self.note("wrong_labels", detail, key=index.key(row), offset=int(offset[row]))
+        ends = offset + index.size
+        for row in np.flatnonzero(offset[1:] < ends[:-1]).tolist():
+            self.note("wrong_range", "it begins inside its predecessor.", key=index.key(row + 1), offset=int(ends[row]))
+
+    def read_tar(self, store: Store, index: ShardIndex | None) -> None:
+        """Check every sample of the tar, then the tar as a whole."""
+        name = self.shard.name
+        try:
+            size = store.head(name).size
+        except NotFoundError:
+            self.note("missing_shard", "the tar is not there.")
+            return
+        if size != self.shard.totals.bytes:
+            self.note("wrong_size", f"the tar has {size} bytes, the manifest says {self.shard.totals.bytes}.")
+        with ObjectReader(store, name, size) as reader:
+            num_before = len(self.problems)
+            if index is not None:
+                self._check_samples(reader, index)
+            crc32c = reader.finish()
+        if crc32c != self.shard.crc32c and len(self.problems) == num_before and size == self.shard.totals.bytes:
+            self.note("changed_tar", "the tar's crc32c is not the manifest's, though each indexed sample is whole.")
+
+    def _check_samples(self, reader: ObjectReader, index: ShardIndex) -> None:
+        seen: set[str] = set()
+        offsets, sizes, crc32c = index.offset, index.size, index.crc32c.tolist()
+        for row in np.argsort(offsets, kind="stable").tolist():
+            key, offset, size = index.key(row), int(offsets[row]), int(sizes[row])
+            if key in seen:
+                self.note("duplicate_key", "the key occurs twice in this shard.", key=key, offset=offset)
+            seen.add(key)
+            if offset < reader.position:
+                continue  # it overlaps its predecessor, which was noted
+            reader.skip_to(offset)
+            data = reader.read(size)
+            if len(data) < size:
+                left = len(index) - row - 1
+                self.note(
+                    "truncated",
+                    f"{len(data)} of {size} bytes are there; {left} later samples too.",
+                    key=key,
+                    offset=offset,
+                )
+                return
+            crc = crc32c_of(data)
+            if crc != crc32c[row]:
+                detail = f"crc32c is {crc:08x}, the index says {crc32c[row]:08x}"
+                self.note("crc_mismatch", f"{detail}; the sample has {size} bytes.", key=key, offset=offset)
+                continue
+            self._check_members(key, offset, data, index, row)
+
+    def _check_members(self, key: str, offset: int, data: bytes, index: ShardIndex, row: int) -> None:
+        try:
+            found = list(iter_members(io.BytesIO(data).read, begin=offset))
+        except DatasetError as error:
+            self.note("damaged_header", str(error), key=key, offset=offset)
+            return
+        places = [(member.name, member.offset, len(member.content)) for member in found]
+        members = index.members(row)
+        if places != [(f"{key}.{member.name}", member.offset, member.size) for member in members]:
+            self.note("wrong_members", "the tar's members are not the index's.", key=key, offset=offset)
+            return
+        texts = {m.name: f.content for m, f in zip(members, found, strict=True) if is_text_member(m.name)}
+        try:
+            conversation = to_conversation(self.fields, [member.name for member in members], texts)
+        except BadSampleError as error:
+            self.note(error.reason, str(error), key=key, offset=offset)
+            return
+        shown = [item["type"] for item in iter_media(conversation)]
+        sizes = index.sizes(row)
+        for medium, media in (("image", sizes.images), ("video", sizes.videos), ("audio", sizes.audios)):
+            if (count := len(media)) != shown.count(medium):
+                detail = f"the conversation shows {shown.count(medium)} {medium} items, the index has {count}."
+                self.note("wrong_media", detail, key=key, offset=offset)
