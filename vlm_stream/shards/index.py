@@ -31,7 +31,7 @@ from vlm_stream.shards.layout import index_name
 from vlm_stream.shards.rows import SampleCounts
 from vlm_stream.shards.schema import index_schema
 from vlm_stream.shards.shard_list import ShardEntry, Totals
-from vlm_stream.storage.values import Member, Span
+from vlm_stream.storage import Member, Span
 from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from vlm_stream.shards.index import ShardIndex, check_index, fetch_index
 from vlm_stream.shards.index_columns import MEDIA, PlanColumns, SamplePlaces, column_numbers, read_table, telling
 from vlm_stream.shards.layout import JOINT_INDEX
 from vlm_stream.shards.schema import COUNTED_AS, COUNTS, index_schema, joint_schema
-from vlm_stream.storage.values import Span
+from vlm_stream.storage import Span
 from vlm_stream.tokens import TokenColumns, count_tokens, counted_as
 from vlm_stream.tuples import make_tuples
 

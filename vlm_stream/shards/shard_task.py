@@ -29,8 +29,7 @@ from vlm_stream.shards.rows import check_fits_index
 from vlm_stream.shards.sample import build_sample
 from vlm_stream.shards.shard_list import ShardEntry, Totals
 from vlm_stream.shards.writer import ShardWriter, write_all
-from vlm_stream.storage import open_store
-from vlm_stream.storage.url import scheme_of
+from vlm_stream.storage import open_store, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
