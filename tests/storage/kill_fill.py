@@ -37,11 +37,11 @@ def kill_during_fill(shards, folder, options, num_kills: int, seed: int = 0) -> 
     store = open_store(shards.root, options)
     right = {store.get(info.path) for info in store.list()}
     rng = random.Random(seed)
-    fork = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
     num_parts_left = 0
     for _ in range(num_kills):
-        started = fork.Event()
-        child = fork.Process(target=_read_for_ever, args=(shards, folder, options, started))
+        started = context.Event()
+        child = context.Process(target=_read_for_ever, args=(shards, folder, options, started))
         child.start()
         assert started.wait(60)
         time.sleep(rng.random() * 0.3)

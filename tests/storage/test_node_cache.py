@@ -246,7 +246,6 @@ def test_a_full_disk_means_no_cache_and_one_warning(s3_shards, s3_server, tmp_pa
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_kill_9_at_any_moment_leaves_the_cache_usable(s3_server, proxy, tmp_path, request):
     url = s3_server.url(request.node.name)
     shards = write_shards(url, num_shards=6, num_samples=10, size=40_000, options=s3_server.options)

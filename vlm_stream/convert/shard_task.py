@@ -28,8 +28,7 @@ from vlm_stream.convert.writer import ShardWriter, write_all
 from vlm_stream.errors import StorageError, blame_sample
 from vlm_stream.format import ShardEntry, Totals, decode_index, index_name
 from vlm_stream.ledger import BadSample
-from vlm_stream.storage import open_store
-from vlm_stream.storage.url import scheme_of
+from vlm_stream.storage import open_store, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,7 @@ from glob import glob, has_magic
 from typing import TYPE_CHECKING
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.storage import join_url, open_store
-from vlm_stream.storage.url import local_path, scheme_of
+from vlm_stream.storage import join_url, local_path, open_store, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

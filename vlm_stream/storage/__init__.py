@@ -1,26 +1,29 @@
-"""Storage: the only room that touches bytes at rest.
+"""Storage: bytes at rest, local or remote.
 
-Enters: URLs, and spans in plan order. Leaves: bytes, and samples as `{member: content}` in the same order, verified.
-It must not know: tar headers, indexes, plans, processors.
+Enters: URLs, and the spans of a batch. Leaves: bytes, and samples as `{member: content}` in the order of the spans,
+verified. It must not know tar headers, indexes, plans or processors.
 
-In the order the data meets them: `values.py` (spans, objects), `url.py`, `options.py`, `store.py` (the interface and
-`open_store`), then the stores: `local.py`, `memory.py`, `remote.py` (S3, GCS, Azure, web; with `client.py` and
-`credentials.py`), `hub.py`. A reader: `reader.py` (spans -> samples), `coalesce.py` (spans -> requests), `engine.py`
-(threads), `fetch.py` (one range, whatever happens) with `retry.py` (the policy), `faults.py` (what clients say) and
-`traffic.py` (slots, budgets), `shard_download.py` and `cache.py` (the node cache),
-`verify.py` (checksums, members), `metrics.py`. Stores and readers may be pickled, or carried over a fork.
+In the order the data meets them: `options.py`; `store.py` (URLs, the interface, `open_store`); the stores: `local.py`
+(files, memory), `remote.py` (S3, GCS, Azure, web; with `credentials.py` and `faults.py`), `hub.py`. A reader:
+`spans.py` (spans -> requests, bytes -> members), `reader.py`, `engine.py` (what runs the requests, counters),
+`cache.py` (the node cache).
 """
 
 from __future__ import annotations
 
-from vlm_stream.storage.coalesce import RangeRequest, plan_requests
-from vlm_stream.storage.metrics import ReadTotals
+from vlm_stream.storage.engine import ReadTotals
 from vlm_stream.storage.options import ReadOptions, RetryOptions, StoreOptions
 from vlm_stream.storage.reader import Reading, SpanReader, SpanResult
-from vlm_stream.storage.store import Store, open_store
-from vlm_stream.storage.url import join_url, local_path, scheme_of, split_url
-from vlm_stream.storage.values import Member, ObjectInfo, Span
-from vlm_stream.storage.verify import crc32c_of
+from vlm_stream.storage.spans import Member, RangeRequest, Span, crc32c_of, plan_requests
+from vlm_stream.storage.store import (
+    ObjectInfo,
+    Store,
+    join_url,
+    local_path,
+    open_store,
+    scheme_of,
+    split_url,
+)
 
 __all__ = [
     "Member",

@@ -1,14 +1,12 @@
 """The node cache: whole shards of remote stores on a local disk, shared by every process of a node.
 
     <cache_dir>/vlm-stream-cache-1/<key>.part     being downloaded; its writer holds an exclusive flock on it
-    <cache_dir>/vlm-stream-cache-1/<key>.shard    complete; whoever reads it holds a shared flock on it
+    <cache_dir>/vlm-stream-cache-1/<key>.shard    complete; its readers hold a shared flock on it
 
 The locks are on the data files themselves and live in the kernel, so they end with their process. A `.part` that nobody
 holds belongs to a dead writer and is started over. A complete file ends with a trailer that names its key and size and
 is written last; what does not carry it was not written here, and is neither served nor deleted. Two jobs may share the
-folder, each under its own limit of bytes.
-
-It must not know stores, samples or threads: how a shard is downloaded is handed in.
+folder, each under its own limit of bytes. `NodeCache` keeps the files; `ShardDownloads` serves requests from them.
 """
 
 from __future__ import annotations
@@ -16,19 +14,36 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import struct
+import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlm_stream.errors import ChangedObjectError, StorageError
+from vlm_stream.storage.spans import check_unchanged_object
+from vlm_stream.storage.store import Fetched
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
-__all__ = ["CachedShard", "NoRoomError", "NodeCache", "ShardKey"]
+    from vlm_stream.storage.engine import ReadMetrics
+    from vlm_stream.storage.options import ReadOptions
+    from vlm_stream.storage.spans import RangeRequest
+    from vlm_stream.storage.store import Store
 
+__all__ = ["CachedShard", "NoRoomError", "NodeCache", "ShardDownloads", "ShardKey"]
+
+_log = logging.getLogger(__name__)
+_PART_BYTES = 2 * 1024 * 1024
+# Few, so that the first to be needed is whole early.
+_SHARDS_AT_A_TIME = 4
 _FOLDER = "vlm-stream-cache-1"
 _NAME = re.compile(r"[0-9a-f]{64}\.(shard|part)")
 _TRAILER = struct.Struct("<16sQ32s")
@@ -69,7 +84,7 @@ class CachedShard:
         return os.pread(self._descriptor, min(size, self._size - offset), offset)
 
     def close(self) -> None:
-        """Let go; the lock ends with the descriptor."""
+        """Close; the lock ends with the descriptor."""
         os.close(self._descriptor)
 
 
@@ -148,7 +163,7 @@ class NodeCache:
             self._make_room(key, descriptor)
             download(descriptor)
             os.pwrite(descriptor, _TRAILER.pack(_MAGIC, key.size, key.digest), key.size)
-            # Under the lock: whoever counts the files would otherwise miss the one that changes its name meanwhile.
+            # Under the lock: a process that counts the files meanwhile would miss the one that changes its name.
             with self._locked_folder():
                 part.rename(self._file(key, "shard"))
             fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -264,3 +279,114 @@ def _remove_if_dead(path: Path) -> bool:
         return False
     finally:
         os.close(descriptor)
+
+
+class ShardDownloads:
+    """The cache of one reader: requests served from it, whole shards brought into it in parallel parts."""
+
+    def __init__(
+        self,
+        options: ReadOptions,
+        metrics: ReadMetrics,
+        fetch: Callable[[Store, str, int, int], Future[Fetched]],
+        sleep: Callable[[float], None],
+    ) -> None:
+        """Open nothing before the first request.
+
+        Args:
+            options: Where the cache is, its limit, and how many parts at a time.
+            metrics: Counts hits and downloads.
+            fetch: Starts one range of a store.
+            sleep: Waits, or raises when the reader is closed.
+        """
+        self._cache = NodeCache(options.cache_dir or "", options.cache_bytes or 0)
+        self._metrics = metrics
+        self._fetch = fetch
+        self._sleep = sleep
+        self._part_bytes = min(_PART_BYTES, options.max_request_bytes)
+        self._max_parts = options.max_inflight
+        self._slots = threading.Semaphore(_SHARDS_AT_A_TIME)
+        self._sizes: dict[tuple[str, str], int] = {}
+        self._disk_failed = False
+        self._warned: set[str] = set()
+
+    def read(self, store: Store, request: RangeRequest) -> Fetched | None:
+        """Return the request's bytes from the cache, or None when it cannot take the shard: read the store then."""
+        key = self._key(store, request)
+        try:
+            shard = self._cache.find(key)
+            downloaded = False
+            if shard is None:
+                if self._disk_failed:
+                    return None
+                shard, downloaded = self._obtain(store, key)
+        except NoRoomError as error:
+            self._warn_once("room", f"{error}. Such shards are read from the store each time; raise cache_bytes.")
+            return None
+        except ChangedObjectError:
+            return None  # who reads the range itself can tell a shard that was cut from one that was replaced
+        except OSError as error:
+            self._disk_failed = True
+            self._warn_once("disk", f"{error.strerror or error}. Shards that are not in it are read from the store.")
+            return None
+        try:
+            self._metrics.add(cache_downloads=int(downloaded), cache_hits=int(not downloaded))
+            return Fetched(shard.read(request.offset, request.size), key.size, request.etag)
+        finally:
+            shard.close()
+
+    def discard(self, store: Store, request: RangeRequest) -> None:
+        """Remove a shard that holds wrong bytes."""
+        try:
+            self._cache.discard(self._key(store, request))
+        except OSError as error:
+            self._warn_once("discard", f"{error.strerror or error}. A damaged shard could not be removed from it.")
+
+    def _obtain(self, store: Store, key: ShardKey) -> tuple[CachedShard, bool]:
+        while not self._slots.acquire(timeout=0.1):
+            self._sleep(0)
+        try:
+            return self._cache.obtain(key, lambda descriptor: self._download(store, key, descriptor), self._sleep)
+        finally:
+            self._slots.release()
+
+    def _key(self, store: Store, request: RangeRequest) -> ShardKey:
+        size = request.shard_size
+        if size is None:
+            place = (request.root, request.path)
+            if place not in self._sizes:
+                self._sizes[place] = store.head(request.path).size
+            size = self._sizes[place]
+        return ShardKey(request.root, request.path, size, request.etag)
+
+    def _download(self, store: Store, key: ShardKey, descriptor: int) -> None:
+        """Write all parts of a shard, with a bounded number of them under way."""
+        under_way: deque[tuple[int, int, Future[Fetched]]] = deque()
+        try:
+            for begin in range(0, key.size, self._part_bytes):
+                if len(under_way) >= self._max_parts:
+                    _write_part(store.url(key.path), key, descriptor, under_way.popleft())
+                size = min(self._part_bytes, key.size - begin)
+                under_way.append((begin, size, self._fetch(store, key.path, begin, size)))
+            while under_way:
+                _write_part(store.url(key.path), key, descriptor, under_way.popleft())
+        finally:
+            for _, _, future in under_way:
+                future.cancel()
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("The node cache goes on without some shards: %s", message)
+
+
+def _write_part(url: str, key: ShardKey, descriptor: int, part: tuple[int, int, Future[Fetched]]) -> None:
+    begin, size, future = part
+    fetched = future.result()
+    check_unchanged_object(url, (key.size, key.etag), fetched)
+    if len(fetched.data) != size:
+        raise StorageError(f"{url} ended at byte {begin + len(fetched.data)} of {key.size}.")
+    view = memoryview(fetched.data)
+    while view:
+        num_written = os.pwrite(descriptor, view, begin)
+        view, begin = view[num_written:], begin + num_written

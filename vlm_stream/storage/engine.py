@@ -1,31 +1,116 @@
-"""The threads of a reader: requests in, futures of bytes out.
+"""What runs the requests of a reader: the event loop for remote stores, threads for files, budgets, counters.
 
-Local files are read by a few threads. Shards that pass through the node cache have threads of their own, because those
-wait for the network's. An engine belongs to one process.
+Local files are read by a few threads; shards that pass through the node cache have threads that wait for the network.
+An engine belongs to one process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, cast
+import threading
+import time
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.storage.coalesce import RangeRequest
-from vlm_stream.storage.fetch import fetch_range
-from vlm_stream.storage.shard_download import ShardDownloads
+from vlm_stream.storage.cache import ShardDownloads
+from vlm_stream.storage.spans import RangeRequest
 from vlm_stream.storage.store import Fetched, Store, open_store
-from vlm_stream.storage.traffic import Traffic
 
 if TYPE_CHECKING:
-    from vlm_stream.storage.fetch import RangeSource
-    from vlm_stream.storage.metrics import ReadMetrics
-    from vlm_stream.storage.options import ReadOptions, StoreOptions
-    from vlm_stream.storage.values import Span
+    from collections.abc import Callable
 
-__all__ = ["Engine"]
+    from vlm_stream.storage.options import ReadOptions, StoreOptions
+    from vlm_stream.storage.spans import Span
+
+__all__ = ["Engine", "ReadMetrics", "ReadTotals", "TokenBucket"]
 
 _FILE_THREADS = 8
-_NAME = "vlm-stream-read"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTotals:
+    """The counters of a reader at one moment."""
+
+    requests: int = 0
+    """Asked of a store, each counted once however often its client tried; a `pread` of a local file counts too."""
+    samples: int = 0
+    """Handed out, bad ones included."""
+    bad_samples: int = 0
+    bytes_wanted: int = 0
+    """Of the samples that were handed out."""
+    bytes_read: int = 0
+    """That came over the wire or from a local dataset, used or not; reads of the node cache are not counted."""
+    rereads: int = 0
+    """Spans read once more because their checksum did not match."""
+    cache_hits: int = 0
+    """Requests that found their shard in the node cache, or got it from another's download."""
+    cache_downloads: int = 0
+    """Whole shards that this process brought into the node cache."""
+    queue_wait_s: float = 0.0
+    """Time that the consumer waited for bytes."""
+
+    @property
+    def requests_per_sample(self) -> float:
+        """Return how many requests a sample cost."""
+        return self.requests / max(self.samples, 1)
+
+    @property
+    def read_amplification(self) -> float:
+        """Return bytes read per byte wanted."""
+        return self.bytes_read / max(self.bytes_wanted, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return counters and the two ratios as JSON values."""
+        return asdict(self) | {
+            "requests_per_sample": self.requests_per_sample,
+            "read_amplification": self.read_amplification,
+        }
+
+
+_COUNTERS: Final = tuple(field.name for field in fields(ReadTotals))
+
+
+class ReadMetrics:
+    """Adds up from several threads."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self._lock = threading.Lock()
+        self._counts: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
+
+    def add(self, **amounts: float) -> None:
+        """Raise counters by name."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._counts[name] += amount
+
+    def totals(self) -> ReadTotals:
+        """Return the counters as they are now."""
+        with self._lock:
+            return ReadTotals(**self._counts)
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """A rate with one second of burst. Amounts larger than the burst are paid off by waiting afterwards."""
+
+    rate: float
+    level: float = 0.0
+    """Tokens at `time_s`; negative is debt."""
+    time_s: float = float("-inf")
+
+    def take(self, amount: float, now_s: float) -> float:
+        """Take tokens and return the seconds to wait before using them."""
+        grown = self.level + (now_s - self.time_s) * self.rate
+        self.level = min(self.rate, grown) - amount
+        self.time_s = now_s
+        return max(0.0, -self.level / self.rate)
+
+
+# Budgets hold for the process: readers with the same rate draw from one bucket, all on one event loop.
+_BUCKETS: dict[tuple[str, float], TokenBucket] = {}
 
 
 class Engine:
@@ -33,79 +118,96 @@ class Engine:
 
     def __init__(self, options: ReadOptions, store_options: StoreOptions | None, metrics: ReadMetrics) -> None:
         """Prepare; threads begin with the first request that needs them."""
-        self._stores: dict[str, Store] = {}
-        self._sources: dict[str, RangeSource | None] = {}
+        self._options = options
         self._store_options = store_options
         self.metrics = metrics
-        self._traffic = Traffic(metrics, options.max_inflight, options.requests_per_s, options.bytes_per_s)
-        self._num_threads = {"files": _FILE_THREADS, "cached": options.max_inflight, "network": options.max_inflight}
+        self._stores: dict[str, Store] = {}
         self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._slots = asyncio.Semaphore(options.max_inflight)
+        self._under_way: set[Future[Fetched]] = set()
+        self._closing = threading.Event()
         self._downloads = None
         if options.cache_dir is not None:
-            self._downloads = ShardDownloads(options, self._pool("network"), self._traffic)
+            self._downloads = ShardDownloads(options, metrics, self._start, self._sleep)
 
     def submit(self, request: RangeRequest) -> Future[Fetched]:
         """Start a request; those submitted earlier start earlier."""
         store = self._store(request.root)
-        source = self._sources[request.root]
-        if source is None:
-            return self._pool("files").submit(self._fetch_file, store, request)
+        if not hasattr(store, "fetch_async"):
+            return self._pool("files", _FILE_THREADS).submit(self._fetch_file, store, request)
         if self._downloads is not None:
-            return self._pool("cached").submit(self._fetch_cached, self._downloads, source, request)
-        return self._pool("network").submit(self._fetch_remote, source, request)
+            pool = self._pool("cached", self._options.max_inflight)
+            return pool.submit(self._fetch_cached, self._downloads, store, request)
+        return self._start(store, request.path, request.offset, request.size)
 
     def read_again(self, span: Span) -> Fetched:
         """Read a span whose bytes were found wrong: past the cache, which loses the shard."""
         self.metrics.add(rereads=1)
         store = self._store(span.root)
         request = RangeRequest(span.root, span.path, span.offset, span.size, (0,), span.shard_size, span.etag)
-        source = self._sources[span.root]
-        if source is None:
+        if not hasattr(store, "fetch_async"):
             return self._fetch_file(store, request)
         if self._downloads is not None:
-            self._downloads.discard(source, request)
-        fetched = self._pool("network").submit(self._fetch_remote, source, request).result()
-        if fetched.object_size is None:  # the range lies behind the end: then the store did not say where that is
+            self._downloads.discard(store, request)
+        fetched = self._start(store, request.path, request.offset, request.size).result()
+        if fetched.object_size is None:  # the range lies past the end, and the store did not say where that is
             info = store.head(span.path)
             fetched = Fetched(fetched.data, info.size, info.etag)
         return fetched
 
     def close(self) -> None:
-        """Stop what is under way and wait until every thread has ended."""
-        self._traffic.close()
+        """Cancel what is under way and wait until every thread has ended."""
+        self._closing.set()
+        for future in list(self._under_way):
+            future.cancel()
         if sys.is_finalizing():  # a reader that nobody closed: the interpreter has ended the threads already
             return
-        for pool in list(self._pools.values()):
-            pool.shutdown(wait=False, cancel_futures=True)
-        for name in ("cached", "network", "files"):  # each may still begin the next one
-            if name in self._pools:
-                self._pools[name].shutdown(wait=True, cancel_futures=True)
+        for pool in self._pools.values():
+            pool.shutdown(wait=True, cancel_futures=True)
         self._stores.clear()
-        self._sources.clear()
 
-    def _pool(self, name: str) -> ThreadPoolExecutor:
-        """Return the threads of one kind, made when they are first needed: most runs need one kind, or none."""
-        pool = self._pools.get(name)
-        if pool is None:  # two threads may come here at once, and then only one of theirs is kept
-            pool = self._pools.setdefault(name, ThreadPoolExecutor(self._num_threads[name], thread_name_prefix=_NAME))
-        return pool
+    def _start(self, store: Any, path: str, offset: int, size: int) -> Future[Fetched]:
+        """Start one range of a remote store on the event loop."""
+        from vlm_stream.storage.remote import in_background
 
-    def _store(self, root: str) -> Store:
-        store = self._stores.get(root)
-        if store is None:
-            store = open_store(root, self._store_options)
-            # One method tells: to look for all of them takes as long as to read a manifest.
-            self._sources[root] = cast("RangeSource", store) if hasattr(store, "open_range") else None
-            self._stores[root] = store
-        return store
+        future = in_background(self._fetch_remote, store.fetch_async, path, offset, size)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        if self._closing.is_set():  # closed meanwhile, by another thread
+            future.cancel()
+        return future
+
+    async def _fetch_remote(self, fetch: Callable[..., Any], path: str, offset: int, size: int) -> Fetched:
+        rates = (("requests", self._options.requests_per_s, 1), ("bytes", self._options.bytes_per_s, size))
+        for name, rate, amount in rates:
+            if rate is not None:
+                bucket = _BUCKETS.setdefault((name, rate), TokenBucket(rate))
+                await asyncio.sleep(bucket.take(amount, time.monotonic()))
+        async with self._slots:
+            fetched: Fetched = await fetch(path, offset, size)
+        self.metrics.add(requests=1, bytes_read=len(fetched.data))
+        return fetched
+
+    def _fetch_cached(self, downloads: ShardDownloads, store: Store, request: RangeRequest) -> Fetched:
+        found = downloads.read(store, request)
+        return found or self._start(store, request.path, request.offset, request.size).result()
 
     def _fetch_file(self, store: Store, request: RangeRequest) -> Fetched:
         fetched = store.fetch(request.path, request.offset, request.size)
         self.metrics.add(requests=1, bytes_read=len(fetched.data))
         return fetched
 
-    def _fetch_cached(self, downloads: ShardDownloads, store: RangeSource, request: RangeRequest) -> Fetched:
-        return downloads.read(store, request) or self._fetch_remote(store, request)
+    def _sleep(self, seconds: float) -> None:
+        """Wait, unless the reader is closed meanwhile."""
+        if self._closing.wait(seconds):
+            raise CancelledError
 
-    def _fetch_remote(self, store: RangeSource, request: RangeRequest) -> Fetched:
-        return fetch_range(store, request.path, request.offset, request.size, self._traffic)
+    def _pool(self, name: str, num_threads: int) -> ThreadPoolExecutor:
+        if name not in self._pools:
+            self._pools[name] = ThreadPoolExecutor(num_threads, thread_name_prefix="vlm-stream-read")
+        return self._pools[name]
+
+    def _store(self, root: str) -> Store:
+        if root not in self._stores:
+            self._stores[root] = open_store(root, self._store_options)
+        return self._stores[root]

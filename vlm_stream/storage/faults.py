@@ -1,22 +1,33 @@
-"""What object-store clients raise -> the policy's words, and -> the sentences that people read.
+"""What object-store clients raise -> what kind of fault it is -> the sentence that people read.
 
-The client's message is the only place where a status code can be found. It ends where its debug dump begins, and URLs
-lose their query: a signed one would carry a secret into a log.
+The client's message is the only place where a status code can be found. Its debug dump is cut off, and URLs lose their
+query: a signed one would carry a secret into a log.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vlm_stream.errors import AccessError, ChangedObjectError, NotFoundError, StorageError
-from vlm_stream.storage.retry import Fault
 
 if TYPE_CHECKING:
     from vlm_stream.errors import VlmStreamError
-    from vlm_stream.storage.retry import FaultKind
 
-__all__ = ["error_of", "fault_of", "fault_of_status"]
+__all__ = ["Fault", "FaultKind", "error_of", "fault_of", "fault_of_status"]
+
+FaultKind: TypeAlias = Literal[
+    "throttled",  # 429, 503
+    "transient",  # timeouts, resets, other 5xx, broken bodies
+    "missing",  # 404
+    "refused",  # 401, 403, 400
+    "changed",  # 412
+    "past_end",  # 416
+    "untrusted",  # the server's certificate
+    "no_ranges",  # the server sends whole objects only
+    "unknown",
+]
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _QUERY = re.compile(r"(://[^\s?\"']+)\?[^\s\"']+")
@@ -30,8 +41,16 @@ _BY_NAME: dict[str, FaultKind] = {
     "PreconditionError": "changed",
     "NotSupportedError": "no_ranges",
 }
-# Codes of S3 that come with a 400 or 403 and go away by themselves.
-_PASSING_CODES = ("RequestTimeout", "SlowDown", "ThrottlingException")
+_BY_STATUS: dict[int, FaultKind] = {404: "missing", 408: "transient", 412: "changed", 416: "past_end"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What went wrong with one call."""
+
+    kind: FaultKind
+    text: str
+    """What the store said, fit for a log."""
 
 
 def fault_of(error: BaseException) -> Fault:
@@ -55,13 +74,12 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def fault_of_status(status: int, text: str) -> Fault:
-    """Return what an HTTP status means."""
+    """Return what an HTTP status means; some codes of S3 that pass come with a 400 or 403."""
     if status in (429, 503) or "SlowDown" in text:
         return Fault("throttled", text)
-    if status >= 500 or status == 408 or any(code in text for code in _PASSING_CODES):
+    if status >= 500 or "RequestTimeout" in text or "ThrottlingException" in text:
         return Fault("transient", text)
-    kinds: dict[int, FaultKind] = {404: "missing", 412: "changed", 416: "past_end"}
-    return Fault(kinds.get(status, "refused"), text)
+    return Fault(_BY_STATUS.get(status, "refused"), text)
 
 
 def error_of(fault: Fault, url: str, seconds: float) -> VlmStreamError:

@@ -1,38 +1,37 @@
-"""Local files as a store: `pread` for ranges, temp + fsync + rename for writes.
+"""Stores without a network: local files (`pread` for ranges, temp + fsync + rename for writes), and memory, for tests.
 
-Enters: paths and ranges. Leaves: bytes. It must not know samples or requests; nothing is retried, because a local error
-does not go away by itself.
+Nothing is retried, because a local error does not go away by itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import shutil
 from collections import OrderedDict
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
-from vlm_stream.errors import AccessError, ConfigError, NotFoundError, StorageError
-from vlm_stream.storage.store import Buffer, Fetched, PutData
-from vlm_stream.storage.url import check_path, join_url, local_path
-from vlm_stream.storage.values import ObjectInfo
+from vlm_stream.errors import AccessError, NotFoundError, StorageError
+from vlm_stream.storage.store import Fetched, ObjectInfo, PutData, Store, check_put, local_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-__all__ = ["LocalStore"]
+__all__ = ["LocalStore", "MemoryStore", "content_of"]
 
 _MAX_OPEN_FILES = 128
 _TEMP_PREFIX = ".vlm-stream-"
 _COPY_BYTES = 1 << 20
+_MEMORY: dict[str, dict[str, bytes]] = {}
 
 
 class _OpenFile:
-    """A descriptor that is closed when the last one who reads it lets go."""
+    """A descriptor that is closed when its last reader drops it."""
 
     __slots__ = ("descriptor",)
 
@@ -44,45 +43,37 @@ class _OpenFile:
             os.close(self.descriptor)
 
 
-class LocalStore:
+class LocalStore(Store):
     """A folder. Ranges are read without moving a file position, so threads and forked processes may share it."""
 
     def __init__(self, url: str) -> None:
         """Remember where the folder is; it need not exist before the first write."""
-        self._folder = local_path(url)
+        self.root = local_path(url)
+        # Files stay open, because to open one is slow on network file systems.
         self._open_files: OrderedDict[str, _OpenFile] = OrderedDict()
-
-    @property
-    def root(self) -> str:
-        """Return the absolute path of the folder."""
-        return self._folder
 
     def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
         """Travel to another process as a path alone."""
-        return type(self), (self._folder,)
+        return type(self), (self.root,)
 
     def get(self, path: str) -> bytes:
         """Return a whole file."""
-        with _translated(self.url(path)), FileIO(join_url(self._folder, check_path(self._folder, path))) as file:
+        with _translated(self.url(path)), FileIO(self._path(path)) as file:
             return file.readall()
-
-    def get_ranges(self, path: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
-        """Return the bytes of each `(offset, size)`."""
-        return [self.fetch(path, offset, size).data for offset, size in ranges]
 
     def fetch(self, path: str, offset: int, size: int) -> Fetched:
         """Return one range and the file's size. Local files have no etag: copies of a dataset must stay equal."""
-        try:
+        with _translated(self.url(path)):
             file = self._open(path)  # held by name: the last reader closes it
             data = os.pread(file.descriptor, size, offset)
-            if len(data) < size:
-                data = _read_rest(file.descriptor, data, offset, size)
+            # The kernel stops at 2 GB, network file systems where they like.
+            while len(data) < size and (more := os.pread(file.descriptor, size - len(data), offset + len(data))):
+                data += more
             return Fetched(data, os.fstat(file.descriptor).st_size, None)
-        except OSError as error:
-            raise _error_of(error, self.url(path)) from error
 
     def put(self, path: str, data: PutData) -> None:
-        """Write beside the target, flush to disk, then rename over it."""
+        """Write to a temporary file in the same folder, flush to disk, then rename over the target."""
+        check_put(data)
         target = self._path(path)
         with _translated(self.url(path)):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -103,10 +94,10 @@ class LocalStore:
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield the files whose path begins with `prefix`, sorted; unfinished writes are left out."""
         found: list[ObjectInfo] = []
-        for folder, _, names in os.walk(self._folder):
+        for folder, _, names in os.walk(self.root):
             for name in names:
                 file = Path(folder, name)
-                path = file.relative_to(self._folder).as_posix()
+                path = file.relative_to(self.root).as_posix()
                 if path.startswith(prefix) and not name.startswith(_TEMP_PREFIX):
                     with contextlib.suppress(FileNotFoundError):
                         found.append(ObjectInfo(path, file.stat().st_size, None))
@@ -123,50 +114,85 @@ class LocalStore:
             self._path(path).unlink()
         self._open_files.pop(path, None)
 
-    def url(self, path: str) -> str:
-        """Return the path as messages name it."""
-        return join_url(self._folder, path)
-
     def _path(self, path: str) -> Path:
-        return Path(self._folder, check_path(self._folder, path))
+        return Path(self.root, self.check_path(path))
 
     def _open(self, path: str) -> _OpenFile:
         # Without a lock, which a fork could leave locked: each step is atomic, and to open a file twice does no harm.
         file = self._open_files.get(path)
         if file is None:
-            file = self._open_files[path] = _OpenFile(join_url(self._folder, check_path(self._folder, path)))
-        try:
+            file = self._open_files[path] = _OpenFile(str(self._path(path)))
+        with contextlib.suppress(KeyError):
             self._open_files.move_to_end(path)
             if len(self._open_files) > _MAX_OPEN_FILES:
                 self._open_files.popitem(last=False)
-        except KeyError:
-            pass
         return file
 
 
-def _read_rest(descriptor: int, data: bytes, offset: int, size: int) -> bytes:
-    """Finish a short read: the kernel stops at 2 GB, network file systems where they like, the end of file for good."""
-    parts = [data]
-    num_read = len(data)
-    while num_read < size and parts[-1]:
-        parts.append(os.pread(descriptor, size - num_read, offset + num_read))
-        num_read += len(parts[-1])
-    return b"".join(parts)
+class MemoryStore(Store):
+    """A dict of objects. Two stores with one URL see the same objects; another process sees a copy, or none."""
+
+    def __init__(self, url: str) -> None:
+        """Open the dict of that name."""
+        self.root = url.rstrip("/") if not url.endswith("://") else url
+        self._objects = _MEMORY.setdefault(self.root, {})
+
+    def __reduce__(self) -> tuple[type[MemoryStore], tuple[str]]:
+        """Travel as a name: objects stay where they are."""
+        return type(self), (self.root,)
+
+    def get(self, path: str) -> bytes:
+        """Return a whole object."""
+        try:
+            return self._objects[self.check_path(path)]
+        except KeyError:
+            raise NotFoundError(
+                f"There is no object {self.url(path)} in this process's memory. Put it there first."
+            ) from None
+
+    def fetch(self, path: str, offset: int, size: int) -> Fetched:
+        """Return one range with size and etag."""
+        data = self.get(path)
+        return Fetched(memoryview(data)[offset : offset + size], len(data), self.head(path).etag)
+
+    def put(self, path: str, data: PutData) -> None:
+        """Keep a copy of the data."""
+        self._objects[self.check_path(path)] = content_of(data)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield the objects whose path begins with `prefix`, sorted."""
+        for path in sorted(self._objects):
+            if path.startswith(prefix):
+                yield self.head(path)
+
+    def head(self, path: str) -> ObjectInfo:
+        """Return size and etag."""
+        data = self.get(path)
+        return ObjectInfo(path, len(data), hashlib.sha256(data).hexdigest()[:16])
+
+    def delete(self, path: str) -> None:
+        """Remove one object."""
+        self.get(path)
+        del self._objects[path]
 
 
-def _copy_into(file: Any, data: PutData) -> None:
+def content_of(data: PutData) -> bytes:
+    """Return what is to be written as bytes."""
+    check_put(data)
+    if isinstance(data, (bytes, bytearray, memoryview)):
+        return bytes(data)
+    return Path(data).read_bytes() if isinstance(data, os.PathLike) else data.read()
+
+
+def _copy_into(file: IO[bytes], data: PutData) -> None:
     """Write bytes, a stream or a local file into an open file."""
     if isinstance(data, (bytes, bytearray, memoryview)):
         file.write(data)
     elif isinstance(data, os.PathLike):
         with Path(data).open("rb") as source:
             shutil.copyfileobj(source, file, _COPY_BYTES)
-    elif hasattr(data, "read"):
-        shutil.copyfileobj(data, file, _COPY_BYTES)
     else:
-        raise ConfigError(
-            f"put() was given {type(data).__name__}, which holds no bytes; give bytes, a binary file or a Path."
-        )
+        shutil.copyfileobj(data, file, _COPY_BYTES)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -183,14 +209,10 @@ def _translated(url: str) -> Iterator[None]:
     """Turn what the operating system says into the error tree."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise NotFoundError(f"There is no file {url}. Check the path, and that the disk is mounted here.") from error
+    except PermissionError as error:
+        raise AccessError(f"{url} may not be opened by this user ({error.strerror}). Check its mode.") from error
     except OSError as error:
-        raise _error_of(error, url) from error
-
-
-def _error_of(error: OSError, url: str) -> StorageError:
-    if isinstance(error, FileNotFoundError):
-        return NotFoundError(f"There is no file {url}. Check the path, and that the disk is mounted here.")
-    if isinstance(error, PermissionError):
-        return AccessError(f"{url} may not be opened by this user ({error.strerror}). Check its mode.")
-    hint = "Free some space." if error.errno == errno.ENOSPC else "Check the disk and the mount."
-    return StorageError(f"{url} could not be read or written: {error.strerror or error}. {hint}")
+        hint = "Free some space." if error.errno == errno.ENOSPC else "Check the disk and the mount."
+        raise StorageError(f"{url} could not be read or written: {error.strerror or error}. {hint}") from error

@@ -1,7 +1,7 @@
 """What can be set about stores and about reading. Frozen values; nothing here opens anything.
 
-Secrets have no field here on purpose: they come from the environment, the profile or the instance role alone, so
-neither a config file nor a log line can hold one.
+Secrets have no field here on purpose: they come from the environment, the profile or the instance role, so neither a
+config file nor a log line can hold one.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class RetryOptions:
     """When to try again, how long to wait, when to give up."""
 
     max_retries: int = 10
-    """Further attempts after the first, per request. An attempt that brought new bytes does not count."""
+    """Further attempts after the first, per request. A store that throttles is asked until the deadline."""
     backoff_s: float = 0.1
-    """Longest wait before the first retry; doubles with each further one. The wait itself is drawn from 0 to that."""
+    """Wait before the first retry; about doubles with each further one, with jitter."""
     max_backoff_s: float = 10.0
     """The doubling stops here."""
     deadline_s: float = 300.0
-    """A request that is not whole after this long fails, whatever retries are left."""
+    """A read that is not whole after this long fails, whatever retries are left."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -62,9 +62,9 @@ class StoreOptions:
     profile: str | None = None
     """Profile of the shared AWS credentials file; `AWS_PROFILE`, then `default`, when None."""
     connect_timeout_s: float = 5.0
-    """Give up connecting after this long (and try again)."""
+    """Give up connecting after this long, and try again."""
     read_timeout_s: float = 10.0
-    """A body that brings no byte for this long is broken (and resumed)."""
+    """A body that brings no byte for this long is broken, and resumed."""
     retry: RetryOptions = RetryOptions()
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class ReadOptions:
     """How to merge, how many requests at a time, what to check."""
 
     max_inflight: int = 32
-    """Requests at a time; throttling lowers the number for a while."""
+    """Requests to remote stores at a time."""
     max_gap_bytes: int = 256 * KB
     """Ranges of one remote shard this close are read by one request; the gap is thrown away."""
     max_amplification: float = 1.5
@@ -103,7 +103,7 @@ class ReadOptions:
     whole_shard_fraction: float = 0.9
     """When this much of a remote shard is wanted at once, all of it is read, in parts, whatever the gaps."""
     missing_is_bad: bool = False
-    """Samples of a shard that is not there are bad samples. Otherwise a missing shard ends the reading."""
+    """Samples of a missing shard are bad samples. Otherwise a missing shard is an error."""
     requests_per_s: float | None = None
     """Budget of this process. None: none."""
     bytes_per_s: float | None = None

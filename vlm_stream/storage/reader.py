@@ -1,7 +1,7 @@
 """Spans in, samples out: the reader that a builder holds.
 
 `begin` merges the spans of one batch into requests and starts them; `Reading.results` waits, checks the bytes and cuts
-them into members. Nothing is read ahead across batches: whoever calls `begin` decides how many bytes are under way.
+them into members. Nothing is read ahead across batches: the caller of `begin` decides how many bytes are under way.
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Union
 
 from vlm_stream.errors import BadSampleError, NotFoundError, StorageError
-from vlm_stream.storage.coalesce import plan_requests
-from vlm_stream.storage.engine import Engine
-from vlm_stream.storage.metrics import ReadMetrics, ReadTotals
+from vlm_stream.storage.engine import Engine, ReadMetrics, ReadTotals
 from vlm_stream.storage.options import ReadOptions
-from vlm_stream.storage.traffic import ReadCancelledError
-from vlm_stream.storage.verify import check_unchanged, open_sample
+from vlm_stream.storage.spans import check_unchanged, open_sample, plan_requests
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from concurrent.futures import Future
     from types import TracebackType
 
-    from vlm_stream.storage.coalesce import RangeRequest
     from vlm_stream.storage.options import StoreOptions
+    from vlm_stream.storage.spans import RangeRequest, Span
     from vlm_stream.storage.store import Fetched
-    from vlm_stream.storage.values import Span
 
 __all__ = ["Reading", "SpanReader", "SpanResult"]
 
@@ -72,7 +68,7 @@ class Reading:
                         missing[position] = fetched
                     else:
                         parts[position].append(_part_of(self._spans[position], request, fetched))
-        except (ReadCancelledError, CancelledError):
+        except CancelledError:
             raise StorageError(
                 "The reading was cancelled, or its reader closed, before its samples were there; or they were taken "
                 "already. Take the results once, before that, or begin again."
@@ -93,7 +89,7 @@ class Reading:
         return results
 
     def cancel(self) -> None:
-        """Drop the requests that have not started; those under way end by themselves, and nobody gets their bytes."""
+        """End the requests; only reads of local files that have started run to their end."""
         self._is_over = True
         for _, future in self._requests:
             future.cancel()

@@ -1,183 +1,237 @@
 """S3, GCS, Azure and plain web servers as stores, through obstore.
 
-Ranges are asked for without the client's own retries: `fetch.py` owns that policy, because only it can resume a body
-and see throttling. Writes, lists and the rest keep the client's retries; large writes go in parts and appear at once.
+obstore retries with backoff, resumes a body that broke off at its byte, and limits the time to connect and to wait for
+a byte. Added here: a deadline for a whole read, patience with a store that throttles, and the error tree.
 
-Clients belong to a process and are built when first used, so a store may be pickled or carried over a fork.
+Requests run on one event loop of the process, in a thread of its own, so that every one can be cancelled at any time.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import os
+import random
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from vlm_stream.errors import ConfigError, StorageError, VlmStreamError
-from vlm_stream.storage.client import obstore_here
-from vlm_stream.storage.credentials import aws_config
-from vlm_stream.storage.faults import error_of, fault_of
-from vlm_stream.storage.fetch import RangeBody, fetch_range
-from vlm_stream.storage.metrics import ReadMetrics
-from vlm_stream.storage.options import RetryOptions, StoreOptions
-from vlm_stream.storage.traffic import Traffic
-from vlm_stream.storage.url import check_path, join_url, scheme_of
-from vlm_stream.storage.values import ObjectInfo
+from vlm_stream.storage.credentials import client_settings
+from vlm_stream.storage.faults import Fault, error_of, fault_of
+from vlm_stream.storage.options import StoreOptions
+from vlm_stream.storage.store import Fetched, ObjectInfo, PutData, Store, check_put, scheme_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
+    from concurrent.futures import Future
 
-    from vlm_stream.storage.retry import Fault
-    from vlm_stream.storage.store import Buffer, Fetched, PutData
+__all__ = ["ObjectStore", "in_background"]
 
-__all__ = ["ObjectStore", "client_settings"]
-
+T = TypeVar("T")
 _PART_BYTES = 16 * 1024 * 1024
 _LIST_CHUNK = 1000
-_QUIET_INFLIGHT = 16
-_SMALL_BYTES = 256 * 1024
+_LOCK = threading.Lock()
+_LOOP: asyncio.AbstractEventLoop | None = None
+_LOOP_PID = 0
 
 
-class ObjectStore:
-    """Objects under a URL of a remote store."""
+def in_background(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Future[T]:
+    """Start a coroutine on this process's event loop; to cancel the future ends the request.
+
+    Raises:
+        StorageError: This process was forked after its parent had used a remote store: the threads of the loop and of
+            obstore did not survive that, and every request would wait for ever.
+    """
+    global _LOOP, _LOOP_PID
+    if _LOOP is not None and os.getpid() != _LOOP_PID:
+        raise StorageError(
+            f"Process {os.getpid()} was forked from process {_LOOP_PID} after that one had used a remote store, and a "
+            f"request would wait for ever here. Start worker processes by 'forkserver' or 'spawn' "
+            f"(multiprocessing_context of a DataLoader)."
+        )
+    with _LOCK:
+        if _LOOP is None:
+            _LOOP, _LOOP_PID = asyncio.new_event_loop(), os.getpid()
+            threading.Thread(target=_LOOP.run_forever, name="vlm-stream-requests", daemon=True).start()
+            atexit.register(_cancel_all, _LOOP, _LOOP_PID)
+    return asyncio.run_coroutine_threadsafe(function(*args), _LOOP)
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop, pid: int) -> None:
+    """End what is still under way when the interpreter exits, so that nothing calls back into it."""
+
+    async def cancel() -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    if pid == os.getpid():
+        asyncio.run_coroutine_threadsafe(cancel(), loop).result(timeout=5)
+
+
+class ObjectStore(Store):
+    """Objects under a URL of a remote store. The client is built at the first request."""
 
     def __init__(self, url: str, options: StoreOptions | None = None) -> None:
         """Check the URL; nothing is opened yet."""
         self._options = options or StoreOptions()
-        self._root = url.rstrip("/")
-        self._scheme = scheme_of(url)
-        _check_url(self._root)
-        self._clients: dict[tuple[int, bool], Any] = {}
-        self._locks: dict[tuple[int, bool], threading.Lock] = {}
-
-    @property
-    def root(self) -> str:
-        """Return the URL without a slash at its end."""
-        return self._root
-
-    @property
-    def retry(self) -> RetryOptions:
-        """Return when ranges are tried again."""
-        return self._options.retry
+        self.root = url.rstrip("/")
+        self._is_web = scheme_of(url) in ("http", "https")
+        _check_url(self.root)
+        self._client: Any = None
 
     def __reduce__(self) -> tuple[type[ObjectStore], tuple[str, StoreOptions]]:
-        """Travel without clients and without credentials."""
-        return type(self), (self._root, self._options)
+        """Travel without the client and without credentials."""
+        return type(self), (self.root, self._options)
 
     def __repr__(self) -> str:
         """Name the URL alone."""
-        return f"ObjectStore({self._root!r})"
-
-    def url(self, path: str) -> str:
-        """Return the URL of one object."""
-        return join_url(self._root, path)
+        return f"ObjectStore({self.root!r})"
 
     def get(self, path: str) -> bytes:
         """Return a whole object."""
-        data = fetch_range(self, check_path(self._root, path), 0, None, self._quiet_traffic()).data
-        return data if isinstance(data, bytes) else bytes(data)
-
-    def get_ranges(self, path: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
-        """Return the bytes of each `(offset, size)`, one after the other; `SpanReader` reads many at a time."""
-        return [self.fetch(path, offset, size).data for offset, size in ranges]
+        return bytes(_wait(self._get, self.check_path(path), None).data)
 
     def fetch(self, path: str, offset: int, size: int) -> Fetched:
         """Return one range with the object's size and etag."""
-        return fetch_range(self, check_path(self._root, path), offset, size, self._quiet_traffic())
+        return _wait(self.fetch_async, self.check_path(path), offset, size)
 
-    def open_range(self, path: str, offset: int, size: int | None) -> RangeBody:
-        """Begin a range, once; None for the rest of the object."""
-        asked: dict[str, Any] = {}
-        if size is not None:
-            asked["range"] = (offset, offset + size)
-        elif offset:
-            asked["range"] = {"offset": offset}
-        answer = obstore_here().get(self._client(patient=False), path, options=asked)
-        (begin, end), meta = answer.range, answer.meta
-        # The smallest chunk: each one is kept as soon as it is here, so a broken body loses nothing. Whole objects
-        # that are small (hundreds of indexes at a start) come in one piece, at two thirds of the processor time.
-        at_once = size is None and end - begin <= _SMALL_BYTES
-        chunks = iter((bytes(answer.bytes()),)) if at_once else answer.stream(1)
-        return RangeBody(chunks, end - begin, meta["size"], meta["e_tag"])
-
-    def fault_of(self, error: Exception) -> Fault:
-        """Return what the client's exception means."""
-        return fault_of(error)
+    async def fetch_async(self, path: str, offset: int, size: int) -> Fetched:
+        """Do the same on the event loop."""
+        if size == 0:  # there is no way to ask for nothing
+            return Fetched(b"", None, None)
+        return await self._get(path, (offset, offset + size))
 
     def put(self, path: str, data: PutData) -> None:
         """Write an object, in parts when it is large; it appears once all of them are there."""
-        if not (isinstance(data, (bytes, bytearray, memoryview, os.PathLike)) or hasattr(data, "read")):
-            raise ConfigError(
-                f"put() was given {type(data).__name__}, which holds no bytes; give bytes, a binary file or a Path."
-            )
+        check_put(data)
         content = bytes(data) if isinstance(data, (bytearray, memoryview)) else data
-        self._call(path, lambda obs, client: obs.put(client, path, content, chunk_size=_PART_BYTES))
+        _wait(self._once, path, lambda obs, client: obs.put_async(client, path, content, chunk_size=_PART_BYTES))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object whose path begins with `prefix`."""
-        if self._scheme in ("http", "https"):
+        if self._is_web:
             raise StorageError(
-                f"{self._root} is a plain web server, which cannot list its files. Name the files: the manifest does."
+                f"{self.root} is a plain web server, which cannot list its files. Name the files: the manifest does."
             )
         # The client matches whole names between slashes; the rest of the prefix is matched here.
-        folder = prefix.rpartition("/")[0]
-        stream = self._call(prefix, lambda obs, client: iter(obs.list(client, folder or None, chunk_size=_LIST_CHUNK)))
-        while chunk := self._call(prefix, lambda _obs, _client: next(stream, None)):
+        folder = prefix.rpartition("/")[0] or None
+        stream: Any = None
+
+        async def next_chunk(obs: Any, client: Any) -> Any:
+            nonlocal stream
+            stream = stream or obs.list(client, folder, chunk_size=_LIST_CHUNK)
+            return await anext(stream, None)
+
+        while chunk := _wait(self._once, prefix, next_chunk):
             for meta in chunk:
                 if meta["path"].startswith(prefix):
                     yield _info_of(meta["path"], meta)
 
     def head(self, path: str) -> ObjectInfo:
         """Return size and etag."""
-        check_path(self._root, path)
-        meta = self._call(path, lambda obs, client: obs.head(client, path))
-        return _info_of(path, meta)
+        self.check_path(path)
+        return _info_of(path, _wait(self._patiently, path, lambda obs, client: obs.head_async(client, path)))
 
     def delete(self, path: str) -> None:
         """Remove one object; object stores do not say whether it was there, so that is asked first."""
         self.head(path)
-        self._call(path, lambda obs, client: obs.delete(client, path))
+        _wait(self._once, path, lambda obs, client: obs.delete_async(client, path))
 
-    def _call(self, path: str, operation: Callable[[Any, Any], Any]) -> Any:
+    async def _get(self, path: str, bounds: tuple[int, int] | None) -> Fetched:
+        async def get(obs: Any, client: Any) -> Fetched:
+            answer = await obs.get_async(client, path, options={"range": bounds} if bounds else {})
+            meta = answer.meta
+            try:
+                data = await answer.bytes_async()
+            except Exception:
+                # A body is resumed only if the object is still the same, but the client does not say when it is not.
+                etag = (await obs.head_async(client, path))["e_tag"]
+                if etag != meta["e_tag"]:
+                    fault = Fault("changed", f"etag {meta['e_tag']}, then {etag}")
+                    raise error_of(fault, self.url(path), 0.0) from None
+                raise
+            return Fetched(memoryview(data), meta["size"], meta["e_tag"])
+
+        try:
+            return await self._patiently(path, get)
+        except _PastEndError:
+            return Fetched(b"", None, None)
+
+    async def _patiently(self, path: str, operation: Callable[[Any, Any], Awaitable[T]]) -> T:
+        """Run something that may be repeated. A store that throttles is alive: only the deadline ends the patience."""
+        retry = self._options.retry
+        last = Fault("transient", "no answer in time")
+        try:
+            async with asyncio.timeout(retry.deadline_s):
+                while True:
+                    try:
+                        return await self._once(path, operation)
+                    except _ThrottledError as error:
+                        last = error.fault
+                    await asyncio.sleep(random.random() * retry.max_backoff_s)
+        except TimeoutError:
+            raise error_of(last, self.url(path), retry.deadline_s) from None
+
+    async def _once(self, path: str, operation: Callable[[Any, Any], Awaitable[T]]) -> T:
+        """Run something with the client's own retries, and translate its errors."""
+        import obstore
+
         begun_s = time.monotonic()
         try:
-            return operation(obstore_here(), self._client(patient=True))
+            if self._client is None:  # all of this runs on one thread
+                self._client = self._build(obstore)
+            return await operation(obstore, self._client)
         except VlmStreamError:
             raise
         except Exception as error:
-            raise error_of(fault_of(error), self.url(path), time.monotonic() - begun_s) from error
+            fault = fault_of(error)
+            if fault.kind == "past_end":
+                raise _PastEndError from error
+            found = error_of(fault, self.url(path), time.monotonic() - begun_s)
+            raise (_ThrottledError(str(found), fault) if fault.kind == "throttled" else found) from error
 
-    def _client(self, *, patient: bool) -> Any:
-        key = (os.getpid(), patient)
-        client = self._clients.get(key)
-        if client is None:
-            # One at a time: the threads of a reader all come here first, and a client takes milliseconds to build. The
-            # lock is this process's own, because a fork may come while another thread holds the parent's.
-            with self._locks.setdefault(key, threading.Lock()):
-                client = self._clients.get(key)
-                if client is None:
-                    client = self._clients[key] = self._build(patient=patient)
-        return client
-
-    def _build(self, *, patient: bool) -> Any:
-        module = obstore_here()
-        name, arguments = client_settings(self._root, self._options)
-        retry: dict[str, Any] = {"max_retries": self.retry.max_retries if patient else 0}
-        if patient:
-            retry["retry_timeout"] = timedelta(seconds=self.retry.deadline_s)
+    def _build(self, obstore: Any) -> Any:
+        name, arguments = client_settings(self.root, self._options)
+        retry = self._options.retry
+        arguments["retry_config"] = {
+            "max_retries": retry.max_retries,
+            "retry_timeout": timedelta(seconds=retry.deadline_s),
+            "backoff": {
+                "init_backoff": timedelta(seconds=retry.backoff_s),
+                "max_backoff": timedelta(seconds=retry.max_backoff_s),
+            },
+        }
         try:
-            return getattr(module.store, name)(**arguments, retry_config=retry)
+            return getattr(obstore.store, name)(**arguments)
         except Exception as error:
             raise ConfigError(
-                f"{self._root} cannot be opened with these options: {fault_of(error).text}. "
+                f"{self.root} cannot be opened with these options: {fault_of(error).text}. "
                 f"Check endpoint, region and the environment of the store."
             ) from error
 
-    def _quiet_traffic(self) -> Traffic:
-        return Traffic(ReadMetrics(), _QUIET_INFLIGHT)
+
+class _ThrottledError(StorageError):
+    """The store said that it is busy, also to the client's retries."""
+
+    def __init__(self, text: str, fault: Fault) -> None:
+        super().__init__(text)
+        self.fault = fault
+
+
+class _PastEndError(Exception):
+    """The range begins after the object's end."""
+
+
+def _wait(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+    """Run a coroutine in the background and wait for it; an interrupt ends the request as well."""
+    future = in_background(function, *args)
+    try:
+        return future.result()
+    finally:
+        future.cancel()
 
 
 def _info_of(path: str, meta: Any) -> ObjectInfo:
@@ -200,54 +254,3 @@ def _check_url(root: str) -> None:
             f"The URL {parts.scheme}://{parts.netloc}{parts.path} has a query or fragment, which stores do not take. "
             f"Give the folder that holds the dataset."
         )
-
-
-def client_settings(root: str, options: StoreOptions) -> tuple[str, dict[str, Any]]:
-    """Return the client's class name and arguments for a URL: everything but the retries."""
-    parts = urlsplit(root)
-    transport: dict[str, Any] = {
-        "connect_timeout": timedelta(seconds=options.connect_timeout_s),
-        "read_timeout": timedelta(seconds=options.read_timeout_s),
-        # The client's own limit for a whole body would end large reads; the deadline is kept outside.
-        "timeout": timedelta(seconds=options.retry.deadline_s),
-    }
-    # The environment's word for it would be lost: the client takes these options from one place.
-    said = parts.scheme == "s3" and os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
-    if options.allow_http or parts.scheme == "http" or said:
-        transport["allow_http"] = True
-    if options.ca_file is not None:
-        try:
-            transport["root_certificate"] = Path(options.ca_file).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"StoreOptions.ca_file {options.ca_file} cannot be read: {error.strerror}.") from error
-    arguments: dict[str, Any] = {"client_options": transport}
-    if parts.scheme in ("http", "https"):
-        return "HTTPStore", {"url": root, **arguments}
-    if parts.path.strip("/"):
-        arguments["prefix"] = parts.path.strip("/")
-    if options.anonymous:
-        arguments["skip_signature"] = True
-    if parts.scheme == "s3":
-        return "S3Store", {"bucket": parts.netloc, **arguments, **_s3_settings(parts.netloc, options)}
-    if parts.scheme == "gs":
-        if options.endpoint:
-            arguments["base_url"] = options.endpoint
-        return "GCSStore", {"bucket": parts.netloc, **arguments}
-    if options.endpoint:
-        arguments["endpoint"] = options.endpoint
-    return "AzureStore", {"container_name": parts.netloc, **arguments}
-
-
-def _s3_settings(bucket: str, options: StoreOptions) -> dict[str, Any]:
-    """Return region, endpoint, addressing and the credentials' provider."""
-    found: dict[str, Any] = {} if options.anonymous else aws_config(options.profile)
-    if options.region:
-        found["region"] = options.region
-    if options.endpoint:
-        found["endpoint"] = options.endpoint.rstrip("/")
-    if options.path_style is False:
-        found["virtual_hosted_style_request"] = True
-        if "endpoint" in found:
-            scheme, host = found["endpoint"].split("://", 1)
-            found["endpoint"] = f"{scheme}://{bucket}.{host}"
-    return found
