@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SPEC = importlib.util.spec_from_file_location("encoded_samples", Path(__file__).parents[1] / "packs" / "conftest.py")
+_SPEC = importlib.util.spec_from_file_location("encoded_samples", Path(__file__).parents[1] / "collate" / "conftest.py")
 assert _SPEC is not None
 assert _SPEC.loader is not None
 _SAMPLES = importlib.util.module_from_spec(_SPEC)

@@ -1,25 +1,31 @@
-"""Which sample stands in for a bad one, and the note of it.
+"""What takes the place of a bad sample or batch, and the note of it.
 
-Enters: an index whose sample could not be used. Leaves: another index, drawn from a generator that is keyed by the
-index and the attempt alone, so that any number of workers, in any order, after any restart, draws the same; and a line
-in the ledger, because what is replaced is lost otherwise.
+Enters: an index whose sample could not be used, or a batch that could not be collated. Leaves: others in their place.
+The draw depends on the index (or on the texts and ids of the batch) and on the attempt alone, so any number of workers,
+in any order, after any restart, draws the same; and each failure is a line in the ledger or the log. The stream uses
+none of this: it records bad samples and leaves them out.
 """
 
 from __future__ import annotations
 
 import logging
+import random
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from vlm_stream.encode.text_search import message_text
 from vlm_stream.errors import BadSampleError
 from vlm_stream.ledger import BadSample, Ledger
 from vlm_stream.plan.randomness import Key, words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["Replacer", "replacement_index"]
+__all__ = ["Replacer", "make_robust_collate", "replacement_index"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +43,14 @@ class Replacer:
     """Tries an item, then others in its place, and records each that failed."""
 
     source: str
-    """Who asks, for the ledger and the log."""
+    """The dataset, for the ledger and the log."""
     max_retries: int = 10
     """Attempts in all."""
     seed: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     """What failed in this process."""
     ledger_path: str | None = None
-    """File to which every process appends what failed, a JSON line each; a worker's own ledger dies with it."""
+    """File to which every process appends what failed, a JSON line each; a worker's own ledger ends with it."""
 
     def fetch(self, load: Callable[[int], Any], index: int, count: int) -> Any:
         """Return `load(index)`, or that of another index if it fails.
@@ -77,3 +83,54 @@ class Replacer:
             with Path(self.ledger_path).open("a", encoding="utf-8") as lines:
                 lines.write(bad.to_json() + "\n")
         self.ledger.add(bad)
+
+
+def make_robust_collate(
+    dataset: Any, collate_fn: Callable[[Sequence[Any]], Any], max_retries: int = 10
+) -> Callable[[Sequence[Any]], Any]:
+    """Wrap a collate function so that a batch that fails is replaced by other examples of the dataset.
+
+    Args:
+        dataset: Where the replacements come from (`len` and item access).
+        collate_fn: What is called with the batch.
+        max_retries: How often it may fail.
+
+    Returns:
+        The wrapped function; it raises RuntimeError, with the last error as its cause, when the retries are used up.
+    """
+
+    def robust(batch: Sequence[Any]) -> Any:
+        error: Exception | None = None
+        seed = _fingerprint(batch)
+        for attempt in range(max_retries):
+            try:
+                return collate_fn(batch)
+            except Exception as caught:
+                error = caught
+                rng = random.Random(f"{seed}:{attempt}")
+                places = [rng.randrange(len(dataset)) for _ in batch]
+                logger.warning(
+                    "A batch of %d failed to collate (%r); it is replaced by the examples %s.",
+                    len(batch),
+                    caught,
+                    places,
+                )
+                batch = [dataset[place] for place in places]
+        raise RuntimeError(f"Collate failed after {max_retries} retries: {error!r}") from error
+
+    return robust
+
+
+def _fingerprint(batch: Sequence[Any]) -> int:
+    return zlib.crc32("\1".join(map(_identity, batch)).encode())
+
+
+def _identity(example: Any) -> str:
+    """Return what tells an example from others: its texts, its ids, or those of the samples that are packed in it."""
+    if isinstance(example, (list, tuple)):
+        return "\2".join(map(_identity, example))
+    if not isinstance(example, dict):
+        return repr(type(example))
+    conversation, ids = example.get("conversation"), example.get("input_ids")
+    texts = [message_text(message) for message in conversation] if conversation else []
+    return "\0".join([*texts, "" if ids is None else str(torch.as_tensor(ids).tolist())])

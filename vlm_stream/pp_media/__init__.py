@@ -1,26 +1,22 @@
-"""Media of a batch, cut for the micro-batches of a pipeline.
+"""Media of a batch, cut for the micro-batches of a pipeline: NeMo Automodel's `pp_media`.
 
 Enters: a collated batch whose media rows are flat over the batch, and the number of micro-batches. Leaves: the same
 batch with its media pre-cut per micro-batch, staged on the first pipeline stage for one schedule call. Must not be
 known here: which model reads the media, how batches are made, who launched the processes.
 
-    cut        where torch cuts a batch, and the media rows that belong to each cut
-    chunk      chunk_vlm_media, chunk_step3_media: one set of tensors -> a list per micro-batch
+    cut        where torch cuts a batch; chunk_vlm_media, chunk_step3_media: tensors -> a list per micro-batch
     prepare    prepare_vlm_media_for_pp, wrap_vlm_collate_for_pp: batch -> batch with VLM_PP_MEDIA_KEY
-    stage      stage_vlm_media_for_pp, take_vlm_media: chunks on the first stage, read by its forward
-    specs      pp_chunk_specs: along which axis torch has to cut the tensors that stay
+    stage      stage_vlm_media_for_pp, take_vlm_media: chunks on the first stage, read by its forward; pp_chunk_specs
 """
 
-from vlm_stream.pp_media.chunk import chunk_step3_media, chunk_vlm_media
-from vlm_stream.pp_media.cut import MediaCutError, microbatch_bounds
+from vlm_stream.pp_media.cut import MediaCutError, chunk_step3_media, chunk_vlm_media, microbatch_bounds
 from vlm_stream.pp_media.prepare import (
     VLM_PP_MEDIA_KEY,
     drop_vlm_media,
     prepare_vlm_media_for_pp,
     wrap_vlm_collate_for_pp,
 )
-from vlm_stream.pp_media.specs import pp_chunk_specs
-from vlm_stream.pp_media.stage import stage_vlm_media_for_pp, take_vlm_media
+from vlm_stream.pp_media.stage import pp_chunk_specs, stage_vlm_media_for_pp, take_vlm_media
 
 __all__ = [
     "VLM_PP_MEDIA_KEY",

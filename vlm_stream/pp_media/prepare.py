@@ -12,43 +12,33 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from vlm_stream.pixels.spec import PIXELS_KEY
-from vlm_stream.pp_media.chunk import chunk_crops, chunk_step3_media, chunk_vlm_media, item_bounds, patches_per_item
-from vlm_stream.pp_media.cut import MediaCutError, as_counts, cut_rows, microbatch_bounds, owned_rows, samples_own
+from vlm_stream import keys
+from vlm_stream.pp_media.cut import (
+    Bounds,
+    MediaCutError,
+    as_counts,
+    chunk_crops,
+    chunk_step3_media,
+    chunk_vlm_media,
+    cut_rows,
+    item_bounds,
+    microbatch_bounds,
+    owned_rows,
+    patches_per_item,
+    samples_own,
+)
 
 __all__ = ["VLM_PP_MEDIA_KEY", "drop_vlm_media", "prepare_vlm_media_for_pp", "wrap_vlm_collate_for_pp"]
 
 Batch: TypeAlias = MutableMapping[str, Any]
 
 VLM_PP_MEDIA_KEY: Final = "_vlm_pp_media_chunks"
-
-IMAGE_GRIDS: Final = ("image_grid_hws", "image_grid_thw", "image_sizes", "image_position_ids", "grid_thws")
-"""A row per image; the first that a batch has is also stored as `image_grid_hws`, whatever its name."""
-IMAGE_EXTRAS: Final = ("image_attention_mask", "pixel_attention_mask", "image_flags", "num_local_patches")
-"""Further rows per image of some families."""
-STEP3_KEYS: Final = ("patch_pixel_values", "num_patches", "patch_newline_mask")
-VIDEO_GRIDS: Final = ("video_grid_thw", "video_grid_hws")
-VIDEO_EXTRAS: Final = ("second_per_grid_ts", "video_second_per_grid", "num_frames_per_video")
-"""A row per video."""
-FRAME_EXTRAS: Final = ("video_position_ids",)
-"""A row per row of `pixel_values_videos`."""
-MEDIA_KEYS: Final = (
-    "pixel_values",
-    *IMAGE_GRIDS,
-    *IMAGE_EXTRAS,
-    *STEP3_KEYS,
-    "n_images_per_sample",
-    "pixel_values_videos",
-    *VIDEO_GRIDS,
-    *VIDEO_EXTRAS,
-    *FRAME_EXTRAS,
-    "n_videos_per_sample",
-)
+_IMAGES, _VIDEOS = keys.PIXEL_KEYS
 
 
 def drop_vlm_media(batch: Batch) -> Batch:
     """Remove every media tensor, cut or not: what ranks without the first stage have no use for."""
-    for key in (*MEDIA_KEYS, PIXELS_KEY, VLM_PP_MEDIA_KEY):
+    for key in (*keys.MEDIA_KEYS, keys.PIXEL_SPEC_KEY, VLM_PP_MEDIA_KEY):
         batch.pop(key, None)
     return batch
 
@@ -71,17 +61,17 @@ def prepare_vlm_media_for_pp(batch: Batch, batch_size: int, n_microbatches: int)
         MediaCutError: The counts, grids and pixels do not fit together (a `ValueError`).
     """
     bounds = microbatch_bounds(batch_size, n_microbatches)
-    media = {key: batch.pop(key) for key in MEDIA_KEYS if key in batch}
-    compact = batch.pop(PIXELS_KEY, None)
+    media = {key: batch.pop(key) for key in keys.MEDIA_KEYS if key in batch}
+    compact = batch.pop(keys.PIXEL_SPEC_KEY, None)
     media = {key: value for key, value in media.items() if value is not None}
     _check_one_each(media, batch.get("mm_token_type_ids"))
     chunks: dict[str, list[Any]] = {}
-    if "pixel_values" in media:
-        chunks |= _image_chunks(media, batch_size, n_microbatches)
-    if "pixel_values_videos" in media:
+    if _IMAGES in media:
+        chunks |= _image_chunks(media, batch_size, bounds)
+    if _VIDEOS in media:
         chunks |= _video_chunks(media, batch_size, bounds)
     if chunks:
-        batch[VLM_PP_MEDIA_KEY] = chunks if compact is None else chunks | {PIXELS_KEY: compact}
+        batch[VLM_PP_MEDIA_KEY] = chunks if compact is None else chunks | {keys.PIXEL_SPEC_KEY: compact}
     return batch
 
 
@@ -91,10 +81,7 @@ def _check_one_each(media: dict[str, Any], types: Any) -> None:
     Without counts, as many items as rows are taken for one each. If they are not, some row has none of them, and its
     token types say so.
     """
-    for kind, pixels, counts in (
-        (1, "pixel_values", "n_images_per_sample"),
-        (2, "pixel_values_videos", "n_videos_per_sample"),
-    ):
+    for kind, pixels, counts in ((1, _IMAGES, keys.IMAGE_COUNTS_KEY), (2, _VIDEOS, keys.VIDEO_COUNTS_KEY)):
         if types is None or pixels not in media or counts in media or len(types) == 1:
             continue
         empty = [row for row, has in enumerate((types == kind).any(dim=1).tolist()) if not has]
@@ -106,30 +93,29 @@ def _check_one_each(media: dict[str, Any], types: Any) -> None:
             )
 
 
-def _image_chunks(media: dict[str, Any], batch_size: int, n_microbatches: int) -> dict[str, list[Any]]:
-    pixels, counts = media["pixel_values"], media.get("n_images_per_sample")
-    grids = [key for key in IMAGE_GRIDS if key in media]
-    step3 = {key: media[key] for key in STEP3_KEYS if key in media}
+def _image_chunks(media: dict[str, Any], batch_size: int, bounds: Bounds) -> dict[str, list[Any]]:
+    pixels, counts = media[_IMAGES], media.get(keys.IMAGE_COUNTS_KEY)
+    grids = [key for key in keys.IMAGE_GRID_KEYS if key in media]
+    step3 = {key: media[key] for key in keys.PATCH_KEYS if key in media}
     if not grids:
-        chunks = chunk_step3_media(pixels, batch_size, n_microbatches, **step3, n_images_per_sample=counts)
+        chunks = chunk_step3_media(pixels, batch_size, len(bounds), **step3, n_images_per_sample=counts)
         num_images = len(pixels) if counts is None else sum(as_counts(counts))
     else:
         num_images = len(media[grids[0]])
-        pixel_chunks, grid_chunks = chunk_vlm_media(pixels, media[grids[0]], batch_size, n_microbatches, counts)
-        chunks = {"pixel_values": pixel_chunks, grids[0]: grid_chunks, "image_grid_hws": grid_chunks}
+        pixel_chunks, grid_chunks = chunk_vlm_media(pixels, media[grids[0]], batch_size, len(bounds), counts)
+        chunks = {_IMAGES: pixel_chunks, grids[0]: grid_chunks, "image_grid_hws": grid_chunks}
         if step3:
-            chunks |= chunk_crops(microbatch_bounds(batch_size, n_microbatches), **step3)
-    extras = [key for key in (*grids[1:], *IMAGE_EXTRAS) if key in media]
+            chunks |= chunk_crops(bounds, **step3)
+    extras = [key for key in (*grids[1:], *keys.IMAGE_ROW_KEYS) if key in media]
     if extras:
-        bounds = microbatch_bounds(batch_size, n_microbatches)
         images = item_bounds(samples_own(num_images, batch_size, counts, "image"), bounds)
-        chunks |= {key: _cut_companion(key, media[key], num_images, images) for key in extras}
+        chunks |= {key: _cut_aligned(key, media[key], [1] * num_images, images) for key in extras}
     return chunks
 
 
-def _video_chunks(media: dict[str, Any], batch_size: int, bounds: list[tuple[int, int]]) -> dict[str, list[Any]]:
-    pixels, counts = media["pixel_values_videos"], media.get("n_videos_per_sample")
-    grids = [key for key in VIDEO_GRIDS if key in media]
+def _video_chunks(media: dict[str, Any], batch_size: int, bounds: Bounds) -> dict[str, list[Any]]:
+    pixels, counts = media[_VIDEOS], media.get(keys.VIDEO_COUNTS_KEY)
+    grids = [key for key in keys.VIDEO_GRID_KEYS if key in media]
     if grids:
         num_videos = len(media[grids[0]])
         proposals = [[1] * num_videos, patches_per_item(media[grids[0]])]
@@ -147,28 +133,21 @@ def _video_chunks(media: dict[str, Any], batch_size: int, bounds: list[tuple[int
         )
     rows = owned_rows(len(pixels), proposals, "video")
     videos = item_bounds(samples_own(num_videos, batch_size, counts, "video"), bounds)
-    chunks = {"pixel_values_videos": cut_rows(pixels, rows, videos)}
-    for key in (*grids, *VIDEO_EXTRAS):
-        if key in media:
-            chunks[key] = _cut_companion(key, media[key], num_videos, videos)
-    for key in FRAME_EXTRAS:
-        if key in media:
-            _check_rows(key, media[key], len(pixels))
-            chunks[key] = cut_rows(media[key], rows, videos)
-    return chunks
+    chunks = {_VIDEOS: cut_rows(pixels, rows, videos)}
+    sizes = {key: [1] * num_videos for key in (*grids, *keys.VIDEO_ROW_KEYS)} | dict.fromkeys(
+        keys.VIDEO_FRAME_KEYS, rows
+    )
+    return chunks | {key: _cut_aligned(key, media[key], own, videos) for key, own in sizes.items() if key in media}
 
 
-def _cut_companion(key: str, value: Any, num_items: int, bounds: list[tuple[int, int]]) -> list[Any]:
-    _check_rows(key, value, num_items)
-    return cut_rows(value, [1] * num_items, bounds)
-
-
-def _check_rows(key: str, value: Any, num_rows: int) -> None:
-    if len(value) != num_rows:
+def _cut_aligned(key: str, value: Any, sizes: list[int], bounds: Bounds) -> list[Any]:
+    """Cut what goes along with pixels; item `i` has `sizes[i]` rows of it."""
+    if len(value) != sum(sizes):
         raise MediaCutError(
-            f"VLM PP chunking cannot align {key}, which has {len(value)} rows, with media that have {num_rows}; its "
+            f"VLM PP chunking cannot align {key}, which has {len(value)} rows, with media that have {sum(sizes)}; its "
             f"rows would reach the wrong micro-batch. Emit one row for each."
         )
+    return cut_rows(value, sizes, bounds)
 
 
 def wrap_vlm_collate_for_pp(collate_fn: Callable[[Any], Any], n_microbatches: int) -> Callable[[Any], Any]:
@@ -180,7 +159,7 @@ def wrap_vlm_collate_for_pp(collate_fn: Callable[[Any], Any], n_microbatches: in
     @wraps(collate_fn)
     def collate(examples: Any) -> Any:
         batch = collate_fn(examples)
-        if not isinstance(batch, MutableMapping) or not any(key in batch for key in MEDIA_KEYS):
+        if not isinstance(batch, MutableMapping) or not any(key in batch for key in keys.MEDIA_KEYS):
             return batch
         ids = batch.get("input_ids")
         if not isinstance(ids, torch.Tensor):

@@ -1,7 +1,7 @@
-"""Chunks on the first stage, for the time of one schedule call.
+"""One call of the schedule: chunks on the first stage, and along which axis torch cuts the tensors that stay.
 
 Enters: the pipeline, its model parts, a prepared batch. Leaves: attributes on the first part that its forward reads,
-gone again when the call ends. Knows nothing of what the chunks hold.
+removed when the call ends. Knows nothing of what the chunks hold.
 
 The forward of the first stage does not learn from torch which micro-batch it runs, so a cursor on the module tells it.
 Before each micro-batch the cursor is set to that micro-batch's number, whatever happened before: neither a text-only
@@ -13,22 +13,39 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.pixels.finish import DEFAULT_DTYPE, finish_pixels
-from vlm_stream.pixels.spec import PIXELS_KEY
+import torch
+
+from vlm_stream.keys import PIXEL_KEYS, PIXEL_SPEC_KEY, POSITIONS_KEY
+from vlm_stream.pixels import finish_pixels
+from vlm_stream.pixels.finish import DEFAULT_DTYPE
 from vlm_stream.pp_media.prepare import VLM_PP_MEDIA_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, MutableMapping
+    from collections.abc import Collection, Iterator, Mapping, MutableMapping
 
-    import torch
-
-__all__ = ["stage_vlm_media_for_pp", "take_vlm_media"]
+__all__ = ["pp_chunk_specs", "stage_vlm_media_for_pp", "take_vlm_media"]
 
 _CURSOR: Final = "_vlm_chunk_idx"
 _ALL_CHUNKS: Final = "_vlm_media_chunks"
 _IMAGE_KEYS: Final = ("pixel_values", "image_grid_hws", "num_patches", "patch_pixel_values", "patch_newline_mask")
 _VIDEO_KEYS: Final = ("pixel_values_videos", "video_grid_thw")
 _ATTRIBUTES: Final = (*(f"_vlm_{key}_chunks" for key in (*_IMAGE_KEYS, *_VIDEO_KEYS)), _CURSOR, _ALL_CHUNKS)
+
+
+def pp_chunk_specs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chunk spec of every argument: rows are axis 0, and axis 1 of positions with several rows per token.
+
+    By default torch cuts axis 0 of everything. Positions `[3 or 4, B, L]` would then be cut between height and width,
+    and with a matching number of micro-batches no error would say so.
+    """
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+
+    def spec(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:  # a number, such as the labels of the step
+            return _Replicate()
+        return TensorChunkSpec(1 if name == POSITIONS_KEY and value.ndim == 3 else 0)  # type: ignore[no-untyped-call]
+
+    return {name: spec(name, value) for name, value in kwargs.items()}
 
 
 def take_vlm_media(part: torch.nn.Module, names: Collection[str]) -> dict[str, Any]:
@@ -67,10 +84,14 @@ def stage_vlm_media_for_pp(
         yield
         return
     part = model_parts[0]
-    if PIXELS_KEY in chunks:
+    if PIXEL_SPEC_KEY in chunks:
         chunks = finish_pixels({VLM_PP_MEDIA_KEY: chunks}, *_home_of(part))[VLM_PP_MEDIA_KEY]
-    staged = {f"_vlm_{key}_chunks": chunks.get(key) for key in _VIDEO_KEYS if "pixel_values_videos" in chunks}
-    staged |= {f"_vlm_{key}_chunks": chunks.get(key) for key in _IMAGE_KEYS if "pixel_values" in chunks}
+    staged = {
+        f"_vlm_{key}_chunks": chunks.get(key)
+        for pixels, keys in zip(PIXEL_KEYS, (_IMAGE_KEYS, _VIDEO_KEYS), strict=True)
+        for key in keys
+        if pixels in chunks
+    }
     for name, value in {**dict.fromkeys(_ATTRIBUTES), **staged, _CURSOR: 0, _ALL_CHUNKS: chunks}.items():
         setattr(part, name, value)
     try:

@@ -1,7 +1,7 @@
-"""`neat_pack_dataset_vlm`: estimates -> bins -> a dataset of packs.
+"""Estimates -> bins -> a dataset of packs: NeMo Automodel's neat packing, on the planner's best-fit decreasing.
 
-Enters: an encoded dataset, and the raw one below it for estimates. Leaves: a `PackedDatasetWrapper`. Nothing is encoded
-here.
+Enters: lengths and a capacity, or an encoded dataset with the raw one below it for estimates. Leaves: lists of indices,
+or a `PackedDatasetWrapper`. Nothing is encoded here.
 """
 
 from __future__ import annotations
@@ -12,20 +12,85 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.mapstyle.knapsack import greedy_knapsack, greedy_knapsack_vt_balanced, visual_load
-from vlm_stream.mapstyle.packed import PackedDatasetWrapper
-from vlm_stream.mapstyle.raw import estimate_lengths
+from vlm_stream.mapstyle.samplers import estimate_lengths
+from vlm_stream.mapstyle.wrappers import PackedDatasetWrapper
+from vlm_stream.plan.pack import best_fit_decreasing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
     Ints = npt.NDArray[np.int64]
 
-__all__ = ["neat_pack_dataset_vlm"]
+__all__ = ["greedy_knapsack", "greedy_knapsack_vt_balanced", "neat_pack_dataset_vlm"]
 
 logger = logging.getLogger(__name__)
+
+
+def greedy_knapsack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+    """Pack samples by best-fit decreasing.
+
+    Args:
+        lengths: `[n]` Tokens of each sample.
+        max_length: Capacity of a bin. Samples above it are left out, and a warning counts them.
+
+    Returns:
+        Bins in the order in which they were opened; their members longest first.
+
+    >>> greedy_knapsack([3, 2, 4, 1], 5)
+    [[2, 3], [0, 1]]
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    fits = np.flatnonzero(sizes <= max_length)
+    if len(fits) < len(sizes):
+        logger.warning(
+            "%d of %d samples are longer than the capacity of %d tokens and are in no pack.",
+            len(sizes) - len(fits),
+            len(sizes),
+            max_length,
+        )
+    if not len(fits):
+        return []
+    packs = best_fit_decreasing(sizes[fits], max_length)
+    bins: list[list[int]] = [[] for _ in range(int(packs.max()) + 1)]
+    for i in np.argsort(-sizes[fits], kind="stable"):
+        bins[packs[i]].append(int(fits[i]))
+    return bins
+
+
+def greedy_knapsack_vt_balanced(
+    lengths: Sequence[int], max_length: int, visual_tokens: Sequence[int]
+) -> list[list[int]]:
+    """Pack samples, then put bins of similar visual load side by side.
+
+    Ranks that take neighbouring bins in the same step then run their vision towers for about the same time. The order
+    is ascending; `BalancedPackSampler` shuffles it without pulling neighbours apart.
+
+    Args:
+        lengths: `[n]` Tokens of each sample, media included.
+        max_length: Capacity of a bin.
+        visual_tokens: `[n]` Media tokens of each sample.
+
+    Returns:
+        The bins of `greedy_knapsack`, by ascending visual tokens.
+    """
+    bins = greedy_knapsack(lengths, max_length)
+    loads = _visual_load(bins, visual_tokens)
+    if len(bins):
+        logger.info(
+            "Visual tokens per pack: mean %.1f, spread %.1f, min %d, max %d.",
+            loads.mean(),
+            loads.std(),
+            loads.min(),
+            loads.max(),
+        )
+    return [bins[i] for i in np.argsort(loads, kind="stable")]
+
+
+def _visual_load(bins: Sequence[Sequence[int]], visual_tokens: Sequence[int]) -> Ints:
+    """Return `[bins]` the visual tokens of each bin."""
+    return np.asarray([sum(int(visual_tokens[i]) for i in members) for members in bins], dtype=np.int64)
 
 
 def neat_pack_dataset_vlm(
@@ -95,7 +160,7 @@ def neat_pack_dataset_vlm(
         get_rope_index,
         sequence_alignment=sequence_alignment,
     )
-    packed.visual_loads = visual_load(bins, media.tolist()).tolist()
+    packed.visual_loads = _visual_load(bins, media.tolist()).tolist()
     return packed
 
 
@@ -113,7 +178,7 @@ def _cut_fairly(bins: list[list[int]], max_packs: int | None, media: Ints) -> li
     """Keep `max_packs` bins, spread evenly over all visual loads: neither the lightest nor the heaviest alone."""
     if max_packs is None or len(bins) <= max_packs:
         return bins
-    by_load = np.argsort(visual_load(bins, media.tolist()), kind="stable")
+    by_load = np.argsort(_visual_load(bins, media.tolist()), kind="stable")
     # The middle of each of max_packs equal stretches of the sorted bins.
     places = ((2 * np.arange(max_packs) + 1) * len(bins)) // (2 * max_packs)
     kept = np.sort(by_load[places])

@@ -1,7 +1,7 @@
-"""`LengthGroupedSampler`: samples of similar length side by side, in an order that starts elsewhere every epoch.
+"""Orders of samples and packs: `LengthGroupedSampler` and `BalancedPackSampler`.
 
-Enters: a dataset with metadata for estimates. Leaves: indices, longest first, rotated by whole batches. All ranks share
-seed and epoch, so that position n is a sample of similar length on each of them.
+Enters: a dataset with metadata for estimates, or packs with their visual loads. Leaves: indices. All ranks share seed
+and epoch, so position n is a sample (or pack) of similar cost on each of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Sampler
 
 from vlm_stream.errors import ConfigError, StateError, nearest_name
-from vlm_stream.mapstyle.raw import estimate_lengths, raw_dataset
+from vlm_stream.plan.group import permute_blocks
 from vlm_stream.plan.randomness import Key, words
 from vlm_stream.tokens import (
     estimate_image_tokens,
@@ -29,13 +29,33 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["LengthGroupedSampler"]
+    Ints = npt.NDArray[np.int64]
+
+__all__ = ["BalancedPackSampler", "LengthGroupedSampler", "estimate_lengths", "raw_dataset"]
 
 logger = logging.getLogger(__name__)
 
 _SLACK_TOKENS: Final = 512
 """By how much an estimate may exceed `max_length` before its sample is left out; the exact length may still fit."""
 _ORDERS: Final = ("permute", "rotate")
+
+
+def raw_dataset(dataset: Any) -> Any:
+    """Follow `.dataset` down to what is wrapped; its samples hold conversations and metadata."""
+    while hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return dataset
+
+
+def estimate_lengths(samples: Any, processor: Any = None) -> tuple[Ints, Ints]:
+    """Return `[n]` tokens of each sample by NeMo Automodel's approximations, and how many of them stand for media.
+
+    Samples are looked at one by one and not kept, so a dataset that decodes on access is never held in memory.
+    """
+    configs = extract_image_config(processor), extract_video_config(processor)
+    pairs = [estimate_sample_length(samples[i], *configs, return_media_tokens=True) for i in range(len(samples))]
+    table = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
 
 
 class LengthGroupedSampler(Sampler[int]):
@@ -101,7 +121,7 @@ class LengthGroupedSampler(Sampler[int]):
         self._position = 0
 
     def _epoch_order(self) -> list[int]:
-        """Return the order of this epoch; a short last batch stays last, or it would shift those behind it."""
+        """Return the order of this epoch; a short last batch stays last, or it would shift those after it."""
         num_full = len(self.sorted_indices) // self.batch_size
         body = np.asarray(self.sorted_indices[: num_full * self.batch_size]).reshape(num_full, self.batch_size)
         if self.order == "permute":
@@ -129,7 +149,9 @@ class LengthGroupedSampler(Sampler[int]):
         wrong = {k: (state.get(k), v) for k, v in self._terms().items() if state.get(k) != v}
         if wrong:
             said = ", ".join(f"{k} was {old} and is {new}" for k, (old, new) in wrong.items())
-            raise StateError(f"The state belongs to another run ({said}); its position means nothing here. Start anew.")
+            raise StateError(
+                f"The state belongs to another run ({said}); its position means nothing here. Start again."
+            )
         self.epoch, self._position = int(state["epoch"]), int(state["position"])
 
     def _terms(self) -> dict[str, Any]:
@@ -160,7 +182,7 @@ class LengthGroupedSampler(Sampler[int]):
         return total - media, media
 
 
-def _align_ranks(by_length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _align_ranks(by_length: Ints) -> Ints:
     """Leave samples out, evenly over the lengths, until every rank of the process group has the same number."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return by_length
@@ -173,3 +195,56 @@ def _align_ranks(by_length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     logger.warning("%d of %d samples are left out: another rank has only %d.", count - target, count, target)
     places = ((2 * np.arange(target) + 1) * count) // (2 * max(target, 1))
     return by_length[places]
+
+
+class BalancedPackSampler(Sampler[int]):
+    """Indices of packs for one rank, shuffled every epoch, with even loads over the ranks of a step.
+
+    Packs of similar visual load are in one block (the packs that all ranks take at the same time), and whole blocks are
+    permuted: a plain shuffle would undo the balance, and no shuffle would make a curriculum from text to vision. Every
+    rank gets the same number; what does not fill the last block is left over, other packs in every epoch.
+    """
+
+    def __init__(self, packs: Any, num_replicas: int = 1, rank: int = 0, batch_size: int = 1, seed: int = 42) -> None:
+        """Sort the packs by visual load.
+
+        Args:
+            packs: A `PackedDatasetWrapper` of `neat_pack_dataset_vlm`, which knows its `visual_loads`.
+            num_replicas: Data-parallel ranks.
+            rank: This one.
+            batch_size: Packs that a rank takes at once.
+            seed: The same on every rank.
+        """
+        if packs.visual_loads is None:
+            raise ConfigError(
+                "These packs do not know their visual loads, so nothing can be balanced. Build them with "
+                "neat_pack_dataset_vlm and ds_raw."
+            )
+        if not 0 <= rank < num_replicas:
+            raise ConfigError(
+                f"rank {rank} does not exist among {num_replicas} replicas; give 0 to {num_replicas - 1}."
+            )
+        self.num_replicas, self.rank, self.batch_size = num_replicas, rank, batch_size
+        self.seed = seed
+        self.epoch = 0
+        self._by_load = np.argsort(np.asarray(packs.visual_loads), kind="stable")
+        self._block = num_replicas * batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; the same one gives the same order."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._by_load) // self._block * self.batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield this rank's packs, a batch from each block."""
+        count = len(self._by_load)
+        spare = count % self._block
+        # Another few packs are left over in every epoch, from all over the loads.
+        key = Key(seed=self.seed, purpose="pack_blocks", epoch=self.epoch)
+        skipped = permute_blocks(count, 1, key)[:spare]
+        kept = np.delete(self._by_load, skipped)
+        order = kept[permute_blocks(len(kept), self._block, Key(seed=self.seed, purpose="packs", epoch=self.epoch))]
+        mine = order.reshape(-1, self.batch_size, self.num_replicas)[:, :, self.rank]  # similar packs share a row
+        yield from mine.ravel().tolist()

@@ -1,0 +1,277 @@
+"""Datasets around datasets: conversations, encoded samples, packs; with something else in place of what is bad.
+
+Enters: a dataset (anything with `len` and item access). Leaves: its items, decoded, encoded or packed in the worker
+that is asked for them. The dataset's own dicts are never written to, so memory does not grow with what was visited.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset
+
+from vlm_stream.collate import (
+    ModelPositions,
+    PositionRule,
+    WeightlessPositions,
+    align_up,
+    as_documents,
+    build_packed_vlm_sample,
+    shift_sample,
+)
+from vlm_stream.conversation import MEDIA_TYPES
+from vlm_stream.encode import EncodeConfig, Encoder, inject_fake_image, make_fake_image
+from vlm_stream.encode.fake_image import has_media
+from vlm_stream.encode.fit_length import fit_length
+from vlm_stream.encode.load_media import load_media, processor_reads
+from vlm_stream.errors import BadSampleError, ConfigError
+from vlm_stream.keys import INJECTED_FAKE_KEY, POSITIONS_KEY
+from vlm_stream.mapstyle.replace import Replacer, make_robust_collate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vlm_stream.conversation import Conversation
+    from vlm_stream.encode.load_media import LoadedMedia
+
+__all__ = ["PackedDatasetWrapper", "PreTokenizedDatasetWrapper", "RobustDatasetWrapper"]
+
+
+class _ReplacingDataset(Dataset[Any]):
+    """What the wrappers share: a ledger of what failed, and something else in its place."""
+
+    def __init__(self, max_retries: int, seed: int, ledger_path: str | None) -> None:
+        self.max_retries = max_retries
+        self._replacer = Replacer(
+            source=type(self).__name__, max_retries=max_retries, seed=seed, ledger_path=ledger_path
+        )
+        self.ledger = self._replacer.ledger
+
+    def robust_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap a collate function so that a batch that fails is replaced by other items of this dataset."""
+        return make_robust_collate(self, collate_fn, self.max_retries)
+
+
+class RobustDatasetWrapper(_ReplacingDataset):
+    """Items of a dataset, whatever is wrong with some of them.
+
+    Attributes:
+        preload_media: Decode media here, in the worker, and give text-only conversations a fake image.
+        processor: Whose frame rule decides which frames of a video are read; needed to preload.
+        ledger: What was replaced in this process.
+    """
+
+    def __init__(self, dataset: Any, max_retries: int = 10, *, seed: int = 0, ledger_path: str | None = None) -> None:
+        """Wrap a dataset.
+
+        Args:
+            dataset: Anything with `len` and item access.
+            max_retries: How many items are tried for one.
+            seed: Chooses which items stand in for others.
+            ledger_path: File to which all workers append what failed.
+        """
+        super().__init__(max_retries, seed, ledger_path)
+        self.dataset = dataset
+        self.preload_media = False
+        self.processor: Any = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, idx: int) -> Any:
+        """Return the item, or one that stands in for it."""
+        if self.preload_media and self.processor is None:
+            raise ConfigError(
+                "preload_media needs to know which frames of a video to read, and the wrapper has no processor. Set "
+                "its processor attribute."
+            )
+        return self._replacer.fetch(self._load, idx, len(self.dataset))
+
+    def _load(self, index: int) -> Any:
+        example = self.dataset[index]
+        if not self.preload_media or not example.get("conversation"):
+            return example
+        conversation = example["conversation"]
+        if not has_media(conversation):
+            return {
+                **example,
+                "conversation": inject_fake_image(conversation, make_fake_image()),
+                INJECTED_FAKE_KEY: True,
+            }
+        config = EncodeConfig()
+        loaded = load_media(conversation, {}, config, processor_reads(self.processor, config))
+        return {**example, "conversation": _with_loaded(conversation, loaded)}
+
+
+def _with_loaded(conversation: Conversation, loaded: LoadedMedia) -> Conversation:
+    """Return a copy whose media items hold decoded media; `loaded` has them in the order of the items."""
+    images, videos, audios = iter(loaded.images), iter(loaded.videos), iter(loaded.audios)
+
+    def fill(item: Any) -> Any:
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind not in MEDIA_TYPES:
+            return item
+        if kind == "video":
+            video = next(videos)
+            facts = {
+                "_video_fps": video.info.fps,
+                "_frame_indices": list(video.indices),
+                "_total_frames": video.info.frames,
+            }
+            return {**item, "video": video.frames, **facts}
+        return {**item, kind: next(images if kind == "image" else audios)}
+
+    return [
+        {**message, "content": [fill(item) for item in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in conversation
+    ]
+
+
+class PreTokenizedDatasetWrapper(_ReplacingDataset):
+    """Encoded samples: `input_ids`, `attention_mask`, `labels` of one length, and media tensors; nothing is shifted.
+
+    Attributes:
+        ledger: What was replaced in this process.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        processor: Any,
+        max_length: int | None = None,
+        max_retries: int = 10,
+        truncate: bool = False,
+        post_tokenize_hook: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None,
+        inject_fake_images: bool = True,
+        *,
+        seed: int = 0,
+        ledger_path: str | None = None,
+    ) -> None:
+        """Wrap a dataset.
+
+        Args:
+            dataset: Samples with a `conversation` whose media are files, bytes or decoded objects.
+            processor: A transformers processor.
+            max_length: Longest sample in tokens; longer ones are replaced, or cut.
+            max_retries: How many samples are tried for one.
+            truncate: Cut samples that are too long, unless the cut would take media away.
+            post_tokenize_hook: Called as `hook(sample, processor)` with one labelled sample, before its length is
+                checked.
+            inject_fake_images: Give text-only samples an image that attention does not see.
+            seed: Chooses which samples stand in for others.
+            ledger_path: File to which all workers append what failed.
+        """
+        super().__init__(max_retries, seed, ledger_path)
+        self.dataset = dataset
+        self.processor = processor
+        self.max_length = max_length
+        self.truncate = truncate
+        self.post_tokenize_hook = post_tokenize_hook
+        self._encoder = Encoder(processor, EncodeConfig(inject_fake_image=inject_fake_images))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        """Return the encoded sample, or one that stands in for it."""
+        sample: dict[str, Any] = self._replacer.fetch(self.encode, idx, len(self.dataset))
+        return sample
+
+    def encode(self, index: int) -> dict[str, Any]:
+        """Return this very sample, encoded.
+
+        Raises:
+            BadSampleError: It cannot be used.
+        """
+        sample = self._encoder.encode(self.dataset[index]["conversation"], {})
+        if self.post_tokenize_hook is not None:
+            sample = self.post_tokenize_hook(sample, self.processor)
+        if self.max_length is not None:
+            sample = fit_length(self.processor, sample, self.max_length, "truncate" if self.truncate else "bad")
+        return sample
+
+
+class PackedDatasetWrapper(_ReplacingDataset):
+    """Packs of an encoded dataset; a bad sample leaves room in its pack and is not replaced.
+
+    Attributes:
+        has_mrope: Whether packs carry multi-axis positions.
+        visual_loads: Estimated visual tokens of each pack, or None where they are not known.
+        ledger: What was left out in this process.
+    """
+
+    def __init__(
+        self,
+        inner_dataset: Any,
+        bins: list[list[int]],
+        pack_size: int,
+        padding_idx: int = 0,
+        get_rope_index: Callable[..., Any] | None = None,
+        max_retries: int = 10,
+        sequence_alignment: int = 1,
+        *,
+        seed: int = 0,
+        ledger_path: str | None = None,
+    ) -> None:
+        """Keep the bins; samples are encoded when a pack is asked for.
+
+        Args:
+            inner_dataset: Encoded samples, such as a `PreTokenizedDatasetWrapper`.
+            bins: Indices of each pack.
+            pack_size: The most tokens of a pack, after the shift.
+            padding_idx: Token that fills aligned documents.
+            get_rope_index: A model's method, a `PositionRule`, or None for plain positions.
+            max_retries: How many samples are tried for a pack of which nothing fits.
+            sequence_alignment: Documents are padded to a multiple of it.
+            seed: Chooses which samples stand in for others.
+            ledger_path: File to which all workers append what was left out.
+        """
+        super().__init__(max_retries, seed, ledger_path)
+        self.inner_dataset = inner_dataset
+        self.bins = bins
+        self.pack_size = pack_size
+        self.padding_idx = padding_idx
+        self.sequence_alignment = sequence_alignment
+        self.has_mrope = get_rope_index is not None
+        self.visual_loads: list[int] | None = None
+        is_rule = isinstance(get_rope_index, (PositionRule, ModelPositions, WeightlessPositions))
+        self._positions = get_rope_index if is_rule or get_rope_index is None else ModelPositions(get_rope_index)
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, pack_idx: int) -> dict[str, Any]:
+        """Return one packed sample; it is never empty."""
+        kept: list[dict[str, Any]] = []
+        for index in self.bins[pack_idx]:
+            self.ledger.saw()
+            try:
+                kept = self._fit(kept, self._load(index))
+            except Exception as error:  # datasets raise anything; one sample less is all it may cost
+                self._replacer.note(f"{index} in pack {pack_idx}", error)
+        if not kept:
+            # A pack without samples would not stack with others; the first index is as good a key as any.
+            first = self.bins[pack_idx][0] if self.bins[pack_idx] else pack_idx
+            kept = self._replacer.fetch(lambda i: self._fit([], self._load(i)), first, len(self.inner_dataset))
+        return build_packed_vlm_sample(kept, self.pack_size, self.padding_idx, self.has_mrope, self.sequence_alignment)
+
+    def _load(self, index: int) -> dict[str, Any]:
+        # A dataset that replaces bad samples may give this pack one that another pack has; better one less.
+        sample = getattr(self.inner_dataset, "encode", self.inner_dataset.__getitem__)(index)
+        positions = self._positions(sample) if self._positions is not None else None
+        return shift_sample(sample if positions is None else {**sample, POSITIONS_KEY: positions}, self.has_mrope)
+
+    def _fit(self, kept: list[dict[str, Any]], sample: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the samples with one more; raise `BadSampleError` if the pack would be too long."""
+        together = [*kept, sample]
+        slots = [align_up(len(d["input_ids"]), self.sequence_alignment) for d in as_documents(together)]
+        if sum(slots) > self.pack_size:
+            raise BadSampleError(
+                "fit",
+                "pack_overflow",
+                f"{len(sample['input_ids'])} tokens do not fit into what is left of a pack of {self.pack_size}; its "
+                f"estimate was too low. Lower packing_ratio to leave room.",
+            )
+        return together
