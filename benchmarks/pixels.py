@@ -29,7 +29,7 @@ from vlm_stream import StreamLoader
 from vlm_stream.encode import EncodeConfig, Encoder
 from vlm_stream.media import decode_image
 from vlm_stream.pixels import CompactPath, finish_pixels
-from vlm_stream.pixels.rgb_view import view_image
+from vlm_stream.pixels.uint8_processor import view_image
 from vlm_stream.shards import make_shards
 from vlm_stream.testing import build_processor, make_mp4
 

@@ -18,7 +18,7 @@ from vlm_stream.workers import WorkerPool
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vlm_stream.pixels.feed import DeviceFeed
+    from vlm_stream.pixels import DeviceFeed
     from vlm_stream.stream import Delivery, Position, World
     from vlm_stream.workers import Job, WorkerOptions
 

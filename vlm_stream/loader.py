@@ -22,8 +22,7 @@ from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.iteration import Iteration
 from vlm_stream.ledger import Ledger
 from vlm_stream.metrics import Meter, resident_bytes, serve_prometheus
-from vlm_stream.pixels.feed import DeviceFeed
-from vlm_stream.pixels.finish import DEFAULT_DTYPE
+from vlm_stream.pixels import DEFAULT_DTYPE, DeviceFeed
 from vlm_stream.stream import (
     LengthEstimate,
     Position,

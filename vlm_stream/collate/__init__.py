@@ -28,8 +28,7 @@ from vlm_stream.collate.qwen3_omni import qwen3_omni_collate_fn
 from vlm_stream.collate.registry import COLLATE_FNS, get_collate, register_collate
 from vlm_stream.collate.robust import make_robust_collate
 from vlm_stream.collate.rows import pad_rows
-from vlm_stream.encode.marker_scan import build_labels_from_template
-from vlm_stream.encode.text_search import build_labels
+from vlm_stream.encode import build_labels, build_labels_from_template
 
 __all__ = [
     "COLLATE_FNS",

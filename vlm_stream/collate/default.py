@@ -13,9 +13,8 @@ from vlm_stream.collate.examples import conversations_of, count_media, drop_over
 from vlm_stream.collate.join_media import PIXEL_KEYS
 from vlm_stream.collate.process_batch import process_batch
 from vlm_stream.collate.rows import cut_rows, pad_id_of, pad_to, shift
-from vlm_stream.encode.labels import IGNORE
-from vlm_stream.encode.marker_scan import build_labels_from_template
-from vlm_stream.pixels.spec import PIXELS_KEY
+from vlm_stream.encode import IGNORE, build_labels_from_template
+from vlm_stream.pixels import PIXELS_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

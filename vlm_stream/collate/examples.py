@@ -13,12 +13,9 @@ import numpy as np
 import torch
 
 from vlm_stream.conversation import iter_media
-from vlm_stream.encode.chat_format import chat_format, render_template, tokenizer_of
-from vlm_stream.encode.encoder import shape_content
-from vlm_stream.encode.fake_image import mask_vision_tokens
+from vlm_stream.encode import chat_format, mask_vision_tokens, render_template, shape_content, tokenizer_of
 from vlm_stream.media import probe_image
-from vlm_stream.tokens.estimate import estimate_image_tokens, extract_image_config
-from vlm_stream.tokens.geometry import Geometry
+from vlm_stream.tokens import Geometry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,5 +91,7 @@ def count_media_tokens(conversation: Conversation, processor: Any) -> int:
         heights, widths = np.asarray(sizes, dtype=np.int64).T
         counts = geometry.image.count_images(heights, widths, np.full(len(images), len(images), dtype=np.int64))
         return int(counts.tokens.sum()) - len(images)
+    from vlm_stream.mapstyle.estimate import estimate_image_tokens, extract_image_config
+
     config = extract_image_config(processor)
     return sum(estimate_image_tokens(list(size), config) - 1 for size in sizes) if config is not None else 0

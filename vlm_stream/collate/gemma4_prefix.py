@@ -13,8 +13,9 @@ import torch
 
 from vlm_stream.collate.default import collate_conversations, finish
 from vlm_stream.collate.rows import pad_id_of, pad_rows, split_rows
-from vlm_stream.encode.chat_format import tokenizer_of
-from vlm_stream.encode.labels import IGNORE, SEQUENCE_KEYS
+from vlm_stream.encode import tokenizer_of
+from vlm_stream.keys import IGNORE
+from vlm_stream.keys import TOKEN_KEYS as SEQUENCE_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

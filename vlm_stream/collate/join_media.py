@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from vlm_stream.encode.labels import SEQUENCE_KEYS
+from vlm_stream.keys import TOKEN_KEYS as SEQUENCE_KEYS
 from vlm_stream.packs.media import join_rows
-from vlm_stream.pixels.spec import PIXELS_KEY, carry_spec
+from vlm_stream.pixels import PIXELS_KEY, carry_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

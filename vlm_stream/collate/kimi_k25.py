@@ -16,9 +16,7 @@ import torch
 from vlm_stream.collate.examples import conversations_of, count_media, drop_overlong, mask_fake_images
 from vlm_stream.collate.process_batch import prepare, process_batch
 from vlm_stream.collate.rows import cut_rows, pad_id_of, pad_rows, pad_to, shift
-from vlm_stream.encode.chat_format import tokenizer_of
-from vlm_stream.encode.config import EncodeConfig
-from vlm_stream.encode.encoder import Encoder
+from vlm_stream.encode import EncodeConfig, Encoder, tokenizer_of
 from vlm_stream.packs.media import join_rows
 
 if TYPE_CHECKING:

@@ -15,9 +15,7 @@ from vlm_stream.collate.examples import conversations_of
 from vlm_stream.collate.join_media import join_media
 from vlm_stream.collate.rows import cut_rows, pad_id_of, pad_rows, pad_to, shift
 from vlm_stream.conversation import iter_media
-from vlm_stream.encode.config import EncodeConfig
-from vlm_stream.encode.encoder import Encoder
-from vlm_stream.encode.pick_frames import frame_rule
+from vlm_stream.encode import EncodeConfig, Encoder, frame_rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

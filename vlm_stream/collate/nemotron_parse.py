@@ -11,7 +11,7 @@ import torch
 
 from vlm_stream.collate.default import as_bfloat16
 from vlm_stream.collate.rows import shift
-from vlm_stream.encode.text_search import build_labels, message_text
+from vlm_stream.encode import build_labels, message_text
 from vlm_stream.media import decode_image, to_rgb
 
 if TYPE_CHECKING:

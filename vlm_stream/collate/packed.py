@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from vlm_stream.collate.join_media import join_media
-from vlm_stream.encode.labels import IGNORE
+from vlm_stream.encode import IGNORE
 from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:

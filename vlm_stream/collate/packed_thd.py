@@ -12,7 +12,7 @@ import torch
 
 from vlm_stream.collate.join_media import join_media
 from vlm_stream.collate.packed import pad_column, pad_positions
-from vlm_stream.encode.labels import IGNORE
+from vlm_stream.encode import IGNORE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,10 +15,7 @@ from vlm_stream.collate.examples import conversations_of
 from vlm_stream.collate.process_batch import Prepared, label_rows, prepare
 from vlm_stream.collate.rows import cut_rows, shift
 from vlm_stream.conversation import iter_media
-from vlm_stream.encode.call_processor import call_processor
-from vlm_stream.encode.config import EncodeConfig
-from vlm_stream.encode.encoder import Encoder
-from vlm_stream.encode.load_media import audio_rate_of
+from vlm_stream.encode import EncodeConfig, Encoder, audio_rate_of, call_processor
 from vlm_stream.media import resample_audio
 
 if TYPE_CHECKING:

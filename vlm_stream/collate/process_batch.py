@@ -14,20 +14,13 @@ import torch
 
 from vlm_stream.collate.join_media import join_media
 from vlm_stream.collate.rows import pad_id_of, pad_rows, split_rows
-from vlm_stream.encode.call_processor import SHARED_PIXELS
-from vlm_stream.encode.chat_format import tokenizer_of
-from vlm_stream.encode.config import EncodeConfig
-from vlm_stream.encode.encoder import Encoder
-from vlm_stream.encode.labels import IGNORE
-from vlm_stream.encode.load_media import load_media
+from vlm_stream.encode import IGNORE, SHARED_PIXELS, EncodeConfig, Encoder, load_media, tokenizer_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vlm_stream.conversation import Conversation
-    from vlm_stream.encode.chat_format import Rendered
-    from vlm_stream.encode.load_media import LoadedMedia
-    from vlm_stream.encode.typed_markers import TypedMarkers
+    from vlm_stream.encode import LoadedMedia, Rendered, TypedMarkers
 
 __all__ = ["Prepared", "label_rows", "prepare", "process_batch"]
 

@@ -13,8 +13,7 @@ from vlm_stream.collate.examples import conversations_of, count_media, mask_fake
 from vlm_stream.collate.process_batch import process_batch
 from vlm_stream.collate.rows import shift
 from vlm_stream.conversation import iter_media
-from vlm_stream.encode.labels import IGNORE
-from vlm_stream.encode.marker_scan import build_labels_from_template
+from vlm_stream.encode import IGNORE, build_labels_from_template
 from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:

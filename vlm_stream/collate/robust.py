@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vlm_stream.encode.text_search import message_text
+from vlm_stream.encode import message_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

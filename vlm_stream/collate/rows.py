@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from vlm_stream.encode.labels import IGNORE, SEQUENCE_KEYS
-from vlm_stream.encode.media_tokens import media_token_ids
+from vlm_stream.encode import media_token_ids
 from vlm_stream.errors import BadSampleError
+from vlm_stream.keys import IGNORE
+from vlm_stream.keys import TOKEN_KEYS as SEQUENCE_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset
 
 from vlm_stream.collate import make_robust_collate
-from vlm_stream.encode import EncodeConfig, Encoder
-from vlm_stream.encode.fit_length import fit_length
+from vlm_stream.encode import EncodeConfig, Encoder, fit_length
 from vlm_stream.mapstyle.replace import Replacer
 
 if TYPE_CHECKING:

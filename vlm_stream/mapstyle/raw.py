@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlm_stream.tokens import estimate_sample_length, extract_image_config, extract_video_config
+from vlm_stream.mapstyle.estimate import estimate_sample_length, extract_image_config, extract_video_config
 
 if TYPE_CHECKING:
     import numpy.typing as npt

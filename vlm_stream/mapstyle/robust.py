@@ -12,9 +12,14 @@ from torch.utils.data import Dataset
 
 from vlm_stream.collate import make_robust_collate
 from vlm_stream.conversation import MEDIA_TYPES
-from vlm_stream.encode.config import EncodeConfig
-from vlm_stream.encode.fake_image import has_media, inject_fake_image, make_fake_image
-from vlm_stream.encode.load_media import load_media, processor_reads
+from vlm_stream.encode import (
+    EncodeConfig,
+    has_media,
+    inject_fake_image,
+    load_media,
+    make_fake_image,
+    processor_reads,
+)
 from vlm_stream.errors import ConfigError
 from vlm_stream.mapstyle.replace import Replacer
 
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vlm_stream.conversation import Conversation
-    from vlm_stream.encode.load_media import LoadedMedia
+    from vlm_stream.encode import LoadedMedia
 
 __all__ = ["RobustDatasetWrapper"]
 

@@ -13,7 +13,7 @@ import torch
 from vlm_stream.errors import ConfigError
 from vlm_stream.packs.joined_memory import allocate, is_worthwhile
 from vlm_stream.packs.keys import TOKEN_KEYS
-from vlm_stream.pixels.spec import PIXELS_KEY, carry_spec
+from vlm_stream.pixels import PIXELS_KEY, carry_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from vlm_stream.pixels.spec import PIXELS_KEY
+from vlm_stream.pixels import PIXELS_KEY
 from vlm_stream.pp_media.chunk import chunk_crops, chunk_step3_media, chunk_vlm_media, item_bounds, patches_per_item
 from vlm_stream.pp_media.cut import MediaCutError, as_counts, cut_rows, microbatch_bounds, owned_rows, samples_own
 

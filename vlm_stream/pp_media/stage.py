@@ -13,8 +13,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.pixels.finish import DEFAULT_DTYPE, finish_pixels
-from vlm_stream.pixels.spec import PIXELS_KEY
+from vlm_stream.pixels import DEFAULT_DTYPE, PIXELS_KEY, finish_pixels
 from vlm_stream.pp_media.prepare import VLM_PP_MEDIA_KEY
 
 if TYPE_CHECKING:

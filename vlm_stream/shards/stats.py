@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vlm_stream.shards.manifest import Manifest
     from vlm_stream.shards.shard_list import Totals
     from vlm_stream.storage import Store, StoreOptions
-    from vlm_stream.tokens.columns import MediaColumns
+    from vlm_stream.tokens import MediaColumns
 
 __all__ = ["DatasetStats", "Histogram", "dataset_stats", "histogram_of"]
 

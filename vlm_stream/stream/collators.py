@@ -13,8 +13,9 @@ from torch.nn.functional import pad
 
 from vlm_stream.collate import pad_collate_fn
 from vlm_stream.errors import ConfigError
+from vlm_stream.keys import PIXEL_KEYS as PIXEL_NAMES
 from vlm_stream.packs import IGNORE, PositionRule, build_hf_pack, count_media, join_hf_packs, merge_media
-from vlm_stream.pixels.spec import PIXEL_NAMES, carry_spec
+from vlm_stream.pixels import carry_spec
 from vlm_stream.pp_media import prepare_vlm_media_for_pp
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ class RowBuilder:
         self.with_refs = with_refs
         self.pixels = pixels
         if not pixels:
-            _ = encoder.blind
+            _ = encoder.grid_processor
 
     def encode(self, members: Mapping[str, memoryview], fields: FieldMap) -> dict[str, Any]:
         """Turn the members of one sample into tensors; raise `BadSampleError` when that cannot be done."""
