@@ -26,11 +26,11 @@ from PIL import Image, ImageFilter
 from vlm_stream.collate import pad_collate_fn
 from vlm_stream.encode import IGNORE, EncodeConfig, Encoder
 from vlm_stream.encode.chat_format import Rendered, render_template
+from vlm_stream.encode.label_search import find_marker, scan_markers
 from vlm_stream.encode.labels import label_answers
-from vlm_stream.encode.marker_scan import find_marker, scan_markers
 from vlm_stream.media import ImageConfig, decode_image
 from vlm_stream.testing import build_processor
-from vlm_stream.tokens.resize import smart_resize_image
+from vlm_stream.tokens import smart_resize_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable

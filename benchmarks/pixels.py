@@ -30,7 +30,7 @@ from vlm_stream.convert import make_shards
 from vlm_stream.encode import EncodeConfig, Encoder
 from vlm_stream.media import decode_image
 from vlm_stream.pixels import CompactPath, finish_pixels
-from vlm_stream.pixels.rgb_view import view_image
+from vlm_stream.pixels.uint8_processor import view_image
 from vlm_stream.testing import build_processor, make_mp4
 
 if TYPE_CHECKING:

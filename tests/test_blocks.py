@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from vlm_stream.workers import WorkerOptions, WorkerPool
 
 from vlm_stream import blocks
 from vlm_stream.collate import join_rows
-from vlm_stream.workers import WorkerOptions, WorkerPool
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="blocks are Linux files without a name")
 

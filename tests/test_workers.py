@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-
-from vlm_stream.errors import ConfigError, WorkerError
 from vlm_stream.watch import begin_sample, end_sample, reason_to_skip
 from vlm_stream.workers import WorkerOptions, WorkerPool
+
+from vlm_stream.errors import ConfigError, WorkerError
 
 COUNT = 40
 

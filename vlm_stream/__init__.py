@@ -38,13 +38,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from vlm_stream.batch import Batch
+    from vlm_stream.build import RawSample
     from vlm_stream.convert import make_shards
     from vlm_stream.errors import VlmStreamError
     from vlm_stream.loader import StreamLoader
     from vlm_stream.options import StreamOptions
     from vlm_stream.pixels import finish_pixels
     from vlm_stream.storage import StoreOptions
-    from vlm_stream.build import RawSample
     from vlm_stream.stream import VLMStream
 
 

@@ -25,8 +25,7 @@ from vlm_stream.ledger import Ledger
 from vlm_stream.length import LengthEstimate, count_rounds, estimate_length, is_endless, length_key
 from vlm_stream.metrics import Meter, resident_bytes, serve_prometheus
 from vlm_stream.options import parse_keywords
-from vlm_stream.pixels.feed import DeviceFeed
-from vlm_stream.pixels.finish import DEFAULT_DTYPE
+from vlm_stream.pixels import DEFAULT_DTYPE, DeviceFeed
 from vlm_stream.state import RunState
 from vlm_stream.stream import VLMStream
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlm_stream.storage import ReadTotals
     from vlm_stream.build import Delivery
+    from vlm_stream.storage import ReadTotals
 
 __all__ = ["Meter", "resident_bytes", "serve_prometheus"]
 

@@ -98,7 +98,7 @@ def test_text_that_looks_like_tokens_and_cuts(samples):
 def test_the_processor_itself_still_sees():
     processor = build_processor("qwen2_5_vl")
     encoder = Encoder(processor)
-    assert encoder.blind is not processor
+    assert encoder.grid_processor is not processor
     assert "pixel_values" in encoder.encode(
         [{"role": "user", "content": [{"type": "image", "image": "a"}]}, ANSWER], {"a": make_jpeg(60, 60, 0)}
     )
@@ -149,4 +149,4 @@ def test_families_without_grids_are_refused():
 )
 def test_options_that_change_sizes_are_refused(config):
     with pytest.raises(ConfigError, match="processor_kwargs and exif_rotate can change the sizes"):
-        _ = Encoder(load("qwen2_vl"), config).blind
+        _ = Encoder(load("qwen2_vl"), config).grid_processor

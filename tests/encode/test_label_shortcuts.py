@@ -1,4 +1,4 @@
-"""What makes labels cheap changes none of them: openers instead of a search, kept ids, a table of chat tokens."""
+"""What makes labels cheap changes none of them: kept ids, a table of chat tokens, a search by single characters."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.encode.test_label_proof import make_conversation
 from vlm_stream.encode import IGNORE, Encoder, chat_format
-from vlm_stream.encode.labels import has_labels, label_answers, wants_training
-from vlm_stream.encode.typed_markers import disguise
+from vlm_stream.encode.control_tokens import disguise
+from vlm_stream.encode.labels import has_labels, label_answers
 from vlm_stream.testing import FAMILIES, build_processor
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
@@ -18,26 +17,6 @@ TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ye
 
 def _ids(encoder: Encoder, text: str) -> np.ndarray:
     return encoder.processor.tokenizer(text, add_special_tokens=False, return_tensors="np")["input_ids"][0]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_answers_found_by_openers_are_those_found_by_characters(family):
-    encoder = Encoder(build_processor(family))
-    by_characters = replace(encoder.chat, opener=None, tails={})
-    for seed in range(40):
-        conversation = make_conversation(seed)
-        rendered = encoder.render(conversation)[0]
-        ids, train = _ids(encoder, rendered.text), wants_training(conversation)
-        quick = label_answers(encoder.processor, encoder.chat, rendered, ids, train)
-        assert quick.tolist() == label_answers(encoder.processor, by_characters, rendered, ids, train).tolist()
-
-
-def test_only_one_literal_text_after_one_token_has_an_opener():
-    openers = {family: chat_format(build_processor(family)).opener for family in FAMILIES}
-    assert openers["qwen2_5_vl"] == "<|im_start|>"
-    assert openers["gemma3"] == "<start_of_turn>"
-    assert openers["kimi_k25"] is None  # two tokens
-    assert openers["smolvlm"] is None  # may follow any token
 
 
 def test_kept_ids_are_each_tokenizers_own():
@@ -89,21 +68,6 @@ def test_ids_below_zero_are_no_chat_tokens():
     user = int(np.flatnonzero(moved == 0)[1]) + 2
     moved, expected = np.insert(moved, user, [-1, -7]), np.insert(expected, user, [IGNORE, IGNORE])
     assert label_answers(encoder.processor, zero, rendered, moved, [True]).tolist() == expected.tolist()
-
-
-def test_longer_than_any_prepared_array():
-    encoder = Encoder(build_processor("qwen2_5_vl"))
-    sample = encoder.encode([{"role": "user", "content": "word " * 40_000}, TURNS[1]], {})
-    assert len(sample["labels"]) == len(sample["input_ids"]) > 32_768
-    learned = sample["labels"][sample["labels"] != IGNORE]
-    assert encoder.processor.tokenizer.decode(learned) == "Yes.<|im_end|>"
-
-
-def test_samples_share_no_labels():
-    encoder = Encoder(build_processor("qwen2_5_vl"))
-    encoder.encode(TURNS, {})["labels"].fill_(7)
-    labels = encoder.encode(TURNS, {})["labels"]
-    assert int((labels == IGNORE).sum()) > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_stream.encode import IGNORE, Encoder, build_labels, build_labels_from_template
-from vlm_stream.encode.marker_scan import IMSTART_PROCESSORS, AnswerMarker, find_marker, scan_markers
+from vlm_stream.encode.label_search import IMSTART_PROCESSORS, AnswerMarker, find_marker, scan_markers
 from vlm_stream.testing import FAMILIES, build_processor
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_stream.encode import IGNORE, EncodeConfig, Encoder, chat_format
-from vlm_stream.encode.typed_markers import disguise
+from vlm_stream.encode.control_tokens import disguise
 from vlm_stream.errors import BadSampleError
 from vlm_stream.testing import FAMILIES, build_processor, make_jpeg
 

@@ -9,7 +9,7 @@ import pytest
 
 from vlm_stream.errors import BadSampleError, ConfigError, MissingExtraError
 from vlm_stream.media import VideoInfo, decode_frame_list, decode_video, probe_video
-from vlm_stream.media.video_backends import choose_backend
+from vlm_stream.media.video import _choose_backend
 from vlm_stream.testing import make_jpeg, make_mp4, make_wav
 from vlm_stream.testing.toy_video import read_frame_number
 
@@ -29,7 +29,7 @@ BACKENDS = ["decord", "av", "torchcodec"]
 
 def _needs(backend):
     try:
-        choose_backend(backend)
+        _choose_backend(backend)
     except ConfigError as error:  # installed, but its system libraries are not
         pytest.skip(str(error))
     except MissingExtraError:
@@ -40,7 +40,7 @@ def test_a_torchcodec_that_cannot_be_loaded_is_refused_at_once(monkeypatch):
     _needs("torchcodec")
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)  # what an import that fails leaves
     with pytest.raises(ConfigError, match=r"cannot be loaded.*FFmpeg's shared libraries.*or use 'av' or 'decord'"):
-        choose_backend("torchcodec")
+        _choose_backend("torchcodec")
 
 
 def _spread(info: VideoInfo) -> list[int]:
@@ -110,18 +110,18 @@ def test_rule_that_picks_nothing_is_a_config_error():
 
 
 def test_backend_names():
-    assert choose_backend("auto") in ("decord", "av")
-    assert choose_backend("av") == "av"
+    assert _choose_backend("auto") in ("decord", "av")
+    assert _choose_backend("av") == "av"
     with pytest.raises(ConfigError, match="no video backend 'opencv'"):
-        choose_backend("opencv")
+        _choose_backend("opencv")
 
 
 def test_missing_backend_says_which_extra(monkeypatch):
-    monkeypatch.setattr("vlm_stream.media.video_backends.find_spec", lambda name: None)
+    monkeypatch.setattr("vlm_stream.media.video.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"vlm-stream\[video\]"):
-        choose_backend("auto")
+        _choose_backend("auto")
     with pytest.raises(MissingExtraError, match="torchcodec"):
-        choose_backend("torchcodec")
+        _choose_backend("torchcodec")
 
 
 def test_frame_list_is_a_video_of_its_fps():

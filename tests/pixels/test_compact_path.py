@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 
 from vlm_stream.collate import build_hf_pack, build_packed_vlm_sample, merge_media, shift_sample
 from vlm_stream.encode import EncodeConfig, Encoder
-from vlm_stream.encode.compact import _say_once
 from vlm_stream.errors import ConfigError
 from vlm_stream.pixels import PIXELS_KEY, CompactPath, PartSpec, PixelSpec, carry_spec, finish_pixels
+from vlm_stream.pixels.path import _say_once
 from vlm_stream.testing import build_processor, make_jpeg
 
 CHAT = [
@@ -240,7 +240,7 @@ def test_images_that_are_not_rgb_go_the_processors_own_way(fresh):
 
 
 def test_a_pillow_without_arrow_is_copied_from(monkeypatch):
-    from vlm_stream.pixels.rgb_view import view_image
+    from vlm_stream.pixels.uint8_processor import view_image
     from vlm_stream.testing import make_toy_image
 
     image = make_toy_image(20, 30)

@@ -266,7 +266,7 @@ def test_a_feed_keeps_the_order():
 
 
 def test_every_tensor_of_a_batch_is_seen_when_streams_meet(toy_shards, processor):
-    from vlm_stream.pixels.feed import _each_tensor
+    from vlm_stream.pixels.device_prefetch import _each_tensor
 
     batch = next(iter(StreamLoader(toy_shards, processor=processor, device="cpu", **PIPELINE)))
     seen = []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from vlm_stream.stream.rows import RowBuilder
 
 from tests.hostile import chat, good_samples, hostile_samples, native
 from vlm_stream import StreamLoader
@@ -36,7 +37,6 @@ from vlm_stream.format import (
 )
 from vlm_stream.ledger import BadSample, Ledger
 from vlm_stream.storage import open_store
-from vlm_stream.stream.rows import RowBuilder
 from vlm_stream.testing import build_processor
 from vlm_stream.tokens import ImageSize, MediaSizes
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from vlm_stream.stream.rows import RowBuilder
 
 from vlm_stream import StreamLoader
 from vlm_stream.encode import Encoder
 from vlm_stream.errors import BadBudgetError, ConfigError
-from vlm_stream.stream.rows import RowBuilder
 
 PACKED = {"pack_size": 1024, "with_refs": True}
 

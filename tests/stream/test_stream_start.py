@@ -5,13 +5,13 @@ import subprocess
 import sys
 
 import pytest
+from vlm_stream.stream.datasets import OpenDatasets
 
 from vlm_stream import StreamLoader, VLMStream
 from vlm_stream.plan import Planner
 from vlm_stream.storage import SpanReader, engine
 from vlm_stream.storage.local import LocalStore
 from vlm_stream.stream import StreamOptions, normalise_sources, open_planner
-from vlm_stream.stream.datasets import OpenDatasets
 
 
 def test_the_first_batch_and_a_resume_import_nothing_heavy(toy_shards, saved_processor):

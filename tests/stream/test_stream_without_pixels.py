@@ -15,8 +15,6 @@ from vlm_stream.convert import index_tars
 from vlm_stream.errors import ConfigError
 from vlm_stream.keys import MEDIA_KEYS
 from vlm_stream.pp_media import VLM_PP_MEDIA_KEY
-from vlm_stream.pp_media.prepare import MEDIA_KEYS
-from vlm_stream.shards import index_tars
 from vlm_stream.stream import StreamOptions
 from vlm_stream.testing import build_processor, build_tiny_model, make_jpeg
 

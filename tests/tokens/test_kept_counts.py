@@ -7,9 +7,8 @@ import hashlib
 import numpy as np
 
 from vlm_stream.tokens import Geometry, MediaColumns, count_tokens, counted_as
-from vlm_stream.tokens.rules.anyres import AnyresImage
-from vlm_stream.tokens.rules.fixed import FixedFrames
-from vlm_stream.tokens.rules.registry import _RULES
+from vlm_stream.tokens.geometry import _RULES
+from vlm_stream.tokens.rules.pieces import AnyresImage, FixedFrames
 
 REQUIRED = {
     AnyresImage: {"pinpoints": ((384, 384), (384, 768), (768, 384), (768, 768))},

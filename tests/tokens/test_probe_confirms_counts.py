@@ -10,7 +10,7 @@ from transformers import AutoProcessor
 
 from vlm_stream.testing import FAMILIES, build_processor
 from vlm_stream.tokens import Geometry, probe_geometry
-from vlm_stream.tokens.rules.patch_grid import PatchGrid
+from vlm_stream.tokens.rules.grids import PatchGrid
 
 # torch's tensors and numpy 2 disagree about a keyword inside the GLM processor; it is not about our counts.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_stream.tokens import smart_resize_image, smart_resize_video
-from vlm_stream.tokens.resize import PixelBox, resize_clip
+from vlm_stream.tokens.rules.grids import PixelBox, resize_clip
 
 SIDES = st.integers(1, 20000)
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vlm_stream.testing import build_processor
 from vlm_stream.tokens import Geometry
-from vlm_stream.tokens.rules.fixed import FixedImage
+from vlm_stream.tokens.rules.pieces import FixedImage
 
 
 def draw_sizes(number: int = 3000, *, longest: int = 9000, max_ratio: float = 1e9, seed: int = 0) -> np.ndarray:

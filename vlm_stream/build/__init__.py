@@ -9,7 +9,7 @@ same without a processor), `collators.py` (packed, padded, or the user's), `labe
 
 from __future__ import annotations
 
-from vlm_stream.build.builder import Builder, BuildConfig, Watch
+from vlm_stream.build.builder import BuildConfig, Builder, Watch
 from vlm_stream.build.delivery import Delivery
 from vlm_stream.build.label_counts import ITEM_COUNT, UnknownLabels
 from vlm_stream.build.rows import RawSample

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vlm_stream.blueprint import Blueprint, Piece, SampleRef
-    from vlm_stream.options import StreamOptions
     from vlm_stream.format import FieldMap
+    from vlm_stream.options import StreamOptions
     from vlm_stream.storage import Reading, SpanResult
     from vlm_stream.tokens import FrameRule
 

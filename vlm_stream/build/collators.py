@@ -20,8 +20,8 @@ from vlm_stream.collate import (
     pad_collate_fn,
 )
 from vlm_stream.errors import ConfigError
-from vlm_stream.keys import IGNORE
-from vlm_stream.pixels.spec import PIXEL_NAMES, carry_spec
+from vlm_stream.keys import IGNORE, PIXEL_KEYS
+from vlm_stream.pixels import carry_spec
 from vlm_stream.pp_media import prepare_vlm_media_for_pp
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class _Finished:
 
     def __call__(self, rows: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
         batch = self._collator(rows)
-        if self._options.pixels == "compact" and any(name in batch for name in PIXEL_NAMES):
+        if self._options.pixels == "compact" and any(name in batch for name in PIXEL_KEYS):
             # A collation of the user's need not know that its pixels are compact.
             batch |= carry_spec(sample for row in rows for sample in row)
         if self._options.hf_labels and self._options.collate_fn is None:

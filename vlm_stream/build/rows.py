@@ -43,7 +43,7 @@ class RowBuilder:
         self._collator = collator
         self._pixels = pixels
         if not pixels:
-            _ = encoder.blind
+            _ = encoder.grid_processor
 
     def encode(self, members: Mapping[str, memoryview], fields: FieldMap, piece: Piece, _source: str) -> dict[str, Any]:
         """Turn the members of one sample into tensors; raise `BadSampleError` when that cannot be done.

@@ -17,11 +17,17 @@ import torch
 from vlm_stream.collate.media import merge_media
 from vlm_stream.collate.rows import pad_id_of, pad_rows, padding_side, split_rows
 from vlm_stream.conversation import iter_media
-from vlm_stream.encode import EncodeConfig, Encoder, chat_format, mask_vision_tokens
-from vlm_stream.encode.call_processor import SHARED_PIXELS
-from vlm_stream.encode.chat_format import render_template, tokenizer_of
-from vlm_stream.encode.encoder import shape_content
-from vlm_stream.encode.load_media import load_media
+from vlm_stream.encode import (
+    SHARED_PIXELS,
+    EncodeConfig,
+    Encoder,
+    chat_format,
+    load_media,
+    mask_vision_tokens,
+    render_template,
+    shape_content,
+    tokenizer_of,
+)
 from vlm_stream.keys import IGNORE, INJECTED_FAKE_KEY
 from vlm_stream.media import probe_image
 from vlm_stream.tokens import Geometry, estimate_image_tokens, extract_image_config
@@ -30,9 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vlm_stream.conversation import Conversation
-    from vlm_stream.encode.chat_format import Rendered
-    from vlm_stream.encode.load_media import LoadedMedia
-    from vlm_stream.encode.typed_markers import TypedMarkers
+    from vlm_stream.encode import LoadedMedia, Rendered, TypedMarkers
 
 __all__ = [
     "Example",

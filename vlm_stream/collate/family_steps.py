@@ -19,11 +19,17 @@ from vlm_stream.collate.media import counts_of
 from vlm_stream.collate.rows import cut_to
 from vlm_stream.collate.token_edits import expand_image_tokens, kimi_media_id
 from vlm_stream.conversation import iter_media
-from vlm_stream.encode import EncodeConfig, Encoder, build_labels, build_labels_from_template, mask_vision_tokens
-from vlm_stream.encode.call_processor import call_processor
-from vlm_stream.encode.load_media import audio_rate_of
-from vlm_stream.encode.pick_frames import frame_rule
-from vlm_stream.encode.text_search import message_text
+from vlm_stream.encode import (
+    EncodeConfig,
+    Encoder,
+    audio_rate_of,
+    build_labels,
+    build_labels_from_template,
+    call_processor,
+    frame_rule,
+    mask_vision_tokens,
+    message_text,
+)
 from vlm_stream.errors import ConfigError
 from vlm_stream.keys import IGNORE, INJECTED_FAKE_KEY
 from vlm_stream.media import decode_image, resample_audio, to_rgb

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from vlm_stream.encode.chat_format import tokenizer_of
-from vlm_stream.encode.media_tokens import media_token_ids
+from vlm_stream.encode import media_token_ids, tokenizer_of
 from vlm_stream.errors import BadSampleError
 from vlm_stream.keys import IGNORE, POSITIONS_KEY, TOKEN_KEYS
 

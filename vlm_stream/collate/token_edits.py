@@ -12,8 +12,7 @@ import torch
 
 from vlm_stream.collate.conversations import conversations_of
 from vlm_stream.collate.rows import pad_id_of, pad_rows, padding_side, split_rows
-from vlm_stream.encode import build_labels_from_template
-from vlm_stream.encode.chat_format import tokenizer_of
+from vlm_stream.encode import build_labels_from_template, tokenizer_of
 from vlm_stream.keys import IGNORE, TOKEN_KEYS
 
 if TYPE_CHECKING:

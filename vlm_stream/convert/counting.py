@@ -23,8 +23,7 @@ from vlm_stream.tokens import Geometry, TextCounter, check_media_sizes, guess_te
 
 if TYPE_CHECKING:
     from vlm_stream.conversation import Conversation
-    from vlm_stream.encode.chat_format import Rendered
-    from vlm_stream.encode.typed_markers import TypedMarkers
+    from vlm_stream.encode import Rendered, TypedMarkers
     from vlm_stream.tokens import MediaSizes
 
 __all__ = ["EstimatingCounter", "ExactCounter", "SampleCounter", "open_counter"]

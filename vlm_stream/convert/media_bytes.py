@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote_to_bytes
 
 from vlm_stream.errors import AccessError, BadSampleError, ConfigError, NotFoundError, StorageError
-from vlm_stream.media.lmdb import LMDB_SEPARATOR, read_lmdb
+from vlm_stream.media import LMDB_SEPARATOR, read_lmdb
 
 if TYPE_CHECKING:
     from vlm_stream.storage import Store, StoreOptions

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vlm_stream.blueprint import Planned
-    from vlm_stream.build import Delivery, BuildConfig
+    from vlm_stream.build import BuildConfig, Delivery
     from vlm_stream.storage import Reading
 
 __all__ = ["build_inline"]

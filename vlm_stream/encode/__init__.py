@@ -4,34 +4,70 @@ Enters: a conversation whose media items name members, the members' bytes, a tra
 labels (not shifted), media tensors; or a `BadSampleError`. Must not be known here: other samples, padding, packing,
 shards, and where the bytes came from.
 
-Files, in the order the data meets them: `config.py`, `compact.py`, `fake_image.py`, `load_media.py` (with
-`pick_frames.py`), `chat_format.py`, `typed_markers.py`, `blind_processor.py` (sizes instead of media), `encoder.py`,
-`labels.py`, `fit_length.py`, `media_tokens.py`; `marker_scan.py` and `text_search.py` label ids for callers that have
-no rendered text.
+Files, in the order the data meets them:
+    encoder.py         `EncodeConfig`, `Encoder`: the steps of one sample
+    load_media.py      bytes to images, frames, waves; the fake image
+    sizes_only.py      grids from sizes, no pixels
+    chat_format.py     what a chat template writes around turns
+    control_tokens.py  tokens of media; typed control strings stay text
+    call_processor.py  the call of the processor
+    labels.py          labels from the rendered text
+    label_search.py    labels from ids alone
 """
 
 from __future__ import annotations
 
-from vlm_stream.encode.chat_format import ChatFormat, chat_format
-from vlm_stream.encode.config import EncodeConfig
-from vlm_stream.encode.encoder import Encoder
-from vlm_stream.encode.fake_image import inject_fake_image, make_fake_image, mask_vision_tokens
-from vlm_stream.encode.labels import IGNORE
-from vlm_stream.encode.marker_scan import build_labels_from_template
-from vlm_stream.encode.media_tokens import check_media_tokens, vision_token_ids
-from vlm_stream.encode.text_search import build_labels
+from vlm_stream.encode.call_processor import SHARED_PIXELS, call_processor
+from vlm_stream.encode.chat_format import ChatFormat, Rendered, chat_format, render_template
+from vlm_stream.encode.control_tokens import (
+    TypedMarkers,
+    check_media_tokens,
+    media_token_ids,
+    tokenizer_of,
+    vision_token_ids,
+)
+from vlm_stream.encode.encoder import EncodeConfig, Encoder, fit_length, shape_content
+from vlm_stream.encode.label_search import build_labels, build_labels_from_template, message_text
+from vlm_stream.encode.load_media import (
+    LoadedMedia,
+    audio_rate_of,
+    frame_rule,
+    has_media,
+    inject_fake_image,
+    load_media,
+    make_fake_image,
+    mask_vision_tokens,
+    processor_reads,
+)
+from vlm_stream.keys import IGNORE
 
 __all__ = [
     "IGNORE",
+    "SHARED_PIXELS",
     "ChatFormat",
     "EncodeConfig",
     "Encoder",
+    "LoadedMedia",
+    "Rendered",
+    "TypedMarkers",
+    "audio_rate_of",
     "build_labels",
     "build_labels_from_template",
+    "call_processor",
     "chat_format",
     "check_media_tokens",
+    "fit_length",
+    "frame_rule",
+    "has_media",
     "inject_fake_image",
+    "load_media",
     "make_fake_image",
     "mask_vision_tokens",
+    "media_token_ids",
+    "message_text",
+    "processor_reads",
+    "render_template",
+    "shape_content",
+    "tokenizer_of",
     "vision_token_ids",
 ]

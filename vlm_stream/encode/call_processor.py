@@ -3,9 +3,8 @@
 Everything goes in as transformers' own `apply_chat_template` would pass it, so that ids and pixels are bit for bit what
 the processor gives when it is used directly. Class-specific habits of passing videos live here and nowhere else.
 
-One thing is left out where it can be: to make tensors of ids and masks. The library takes a list of numbers apart one
-by one, twice, which for a text without media is a third of the whole call; numpy does the same in microseconds. So
-tensors are asked for by the parts that make pixels, and the lists are turned here.
+Tensors are asked of the parts that make pixels only, and lists of ids and masks are turned into tensors here: the
+library takes such lists apart number by number, which for a text without media is a third of the whole call.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from vlm_stream.encode.chat_format import tokenizer_of
+from vlm_stream.encode.control_tokens import tokenizer_of
 from vlm_stream.encode.load_media import LoadedMedia, audio_rate_of
 from vlm_stream.errors import BadSampleError
 
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
+
+    from vlm_stream.tokens import Processor
 
 __all__ = ["SHARED_PIXELS", "call_processor"]
 
@@ -35,48 +36,61 @@ _PART_OPTIONS: Final = {"do_sample_frames": "videos", "video_metadata": "videos"
 _TEXT_OPTIONS: Final = frozenset({"padding", "add_special_tokens"})
 
 _whole_classes: set[type] = set()
-"""Classes that do not take options for their parts, found out by asking."""
+"""Classes that were found not to take options for their parts."""
 
 
 def call_processor(
-    processor: Any, texts: Sequence[str], loaded: Sequence[LoadedMedia], options: Mapping[str, Any]
+    processor: Processor, texts: Sequence[str], loaded: Sequence[LoadedMedia], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Call the processor on a batch of rendered texts, each with its media; `options` win over what is derived here."""
-    kwargs: dict[str, Any] = {}
-    bos = getattr(tokenizer_of(processor), "bos_token", None)
-    if bos is not None and texts[0].startswith(bos):
-        kwargs["add_special_tokens"] = False  # the template wrote it
-    if any(media.images for media in loaded):
-        kwargs["images"] = [media.images for media in loaded]
-    if any(media.videos for media in loaded):
-        kwargs["videos"] = [[video.frames for video in media.videos] for media in loaded]
-        kwargs["do_sample_frames"] = False
-        kwargs["video_metadata"] = _metadata_for(processor, loaded)
-    if "images" in kwargs and "videos" in kwargs and type(processor).__name__ in SHARED_PIXELS:
-        raise BadSampleError(
-            "encode",
-            "mixed_media",
-            f"{type(processor).__name__} returns images and videos under one key and would lose the images.",
-        )
-    audios = [audio for media in loaded for audio in media.audios]
-    if audios:
-        kwargs |= {"audio": audios, "sampling_rate": audio_rate_of(processor)}
+    arguments = {**_arguments(processor, texts, loaded), **options}
     if not _takes_parts(processor, options):
-        return _call_whole(processor, texts, {**kwargs, **options})
+        return _call_whole(processor, texts, arguments)
     try:
-        return _call_by_parts(processor, texts, {**kwargs, **options})
+        return _call_by_parts(processor, texts, arguments)
     except Exception as error:
-        batch = _call_whole(processor, texts, {**kwargs, **options})  # raises if the sample is to blame
+        batch = _call_whole(processor, texts, arguments)  # raises if the sample is to blame
         _whole_classes.add(type(processor))
         logger.info("%s makes its own tensors from now on: %s", type(processor).__name__, error)
         return batch
 
 
-def _call_whole(processor: Any, texts: Sequence[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(processor(text=list(texts), **{"return_tensors": "pt", **arguments}))
+def _arguments(processor: Processor, texts: Sequence[str], loaded: Sequence[LoadedMedia]) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    bos = getattr(tokenizer_of(processor), "bos_token", None)
+    if bos is not None and texts[0].startswith(bos):
+        arguments["add_special_tokens"] = False  # the template wrote it
+    has_images, has_videos = any(media.images for media in loaded), any(media.videos for media in loaded)
+    if has_images and has_videos and type(processor).__name__ in SHARED_PIXELS:
+        raise BadSampleError(
+            "encode",
+            "mixed_media",
+            f"{type(processor).__name__} returns images and videos under one key and would lose the images.",
+        )
+    if has_images:
+        arguments["images"] = [media.images for media in loaded]
+    if has_videos:
+        arguments["videos"] = [[video.frames for video in media.videos] for media in loaded]
+        arguments |= {"do_sample_frames": False, "video_metadata": _metadata_for(processor, loaded)}
+    audios = [audio for media in loaded for audio in media.audios]
+    if audios:
+        arguments |= {"audio": audios, "sampling_rate": audio_rate_of(processor)}
+    return arguments
 
 
-def _takes_parts(processor: Any, options: Mapping[str, Any]) -> bool:
+def _metadata_for(processor: Processor, loaded: Sequence[LoadedMedia]) -> Any:
+    """Return the metadata in the form that the processor's class takes: a list, or one object for its one video."""
+    metadata = [facts for media in loaded for facts in media.video_metadata()]
+    if not type(processor).__name__.startswith("NemotronH"):
+        return metadata
+    if len(metadata) > 1:
+        raise BadSampleError("encode", "too_many_videos", f"{type(processor).__name__} takes one video per sample.")
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(**metadata[0])
+
+
+def _takes_parts(processor: Processor, options: Mapping[str, Any]) -> bool:
     """Say whether the class is one of transformers' own, and no option is given that may be meant for a part."""
     kind = type(processor)
     return (
@@ -84,17 +98,16 @@ def _takes_parts(processor: Any, options: Mapping[str, Any]) -> bool:
     )
 
 
-def _call_by_parts(processor: Any, texts: Sequence[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _call_whole(processor: Processor, texts: Sequence[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(processor(text=list(texts), **{"return_tensors": "pt", **arguments}))
+
+
+def _call_by_parts(processor: Processor, texts: Sequence[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
     parts: dict[str, dict[str, Any]] = {medium: {"return_tensors": "pt"} for medium in _PARTS if medium in arguments}
-    whole: dict[str, Any] = {}
+    whole: dict[str, Any] = {_PARTS[medium]: options for medium, options in parts.items()}
     for name, value in arguments.items():
-        if name in _PART_OPTIONS:
-            parts[_PART_OPTIONS[name]][name] = value
-        else:
-            whole[name] = value
-    whole |= {_PARTS[medium]: options for medium, options in parts.items()}
-    batch = dict(processor(text=list(texts), **whole))
-    return {key: _tensor_of(value) for key, value in batch.items()}
+        (parts[_PART_OPTIONS[name]] if name in _PART_OPTIONS else whole)[name] = value
+    return {key: _tensor_of(value) for key, value in dict(processor(text=list(texts), **whole)).items()}
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
@@ -111,15 +124,3 @@ def _tensor_of(value: Any) -> torch.Tensor:
     if array.dtype == np.float64:  # seconds of videos, a few of them
         return torch.tensor(value)
     raise TypeError(f"it gave a {type(value).__name__} of {array.dtype}")
-
-
-def _metadata_for(processor: Any, loaded: Sequence[LoadedMedia]) -> Any:
-    """Return the metadata in the form that the processor's class takes: a list, or one object for its one video."""
-    metadata = [facts for media in loaded for facts in media.video_metadata()]
-    if not type(processor).__name__.startswith("NemotronH"):
-        return metadata
-    if len(metadata) > 1:
-        raise BadSampleError("encode", "too_many_videos", f"{type(processor).__name__} takes one video per sample.")
-    from transformers.video_utils import VideoMetadata
-
-    return VideoMetadata(**metadata[0])

@@ -14,7 +14,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from vlm_stream.encode.media_tokens import media_token_strings
+from vlm_stream.encode.control_tokens import (
+    added_tokens,
+    media_token_ids,
+    media_token_strings,
+    placeholder_ids,
+    tokenizer_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
 
     from vlm_stream.conversation import Conversation
 
-__all__ = ["STOP_TOKENS", "ChatFormat", "Rendered", "chat_format", "render_chat", "render_template", "tokenizer_of"]
+__all__ = ["STOP_TOKENS", "ChatFormat", "Rendered", "chat_format", "render_chat", "render_template"]
 
 STOP_TOKENS: Final = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<turn|>")
 """Tokens that end a turn wherever a vocabulary has them; the tokenizer's own end token comes on top."""
@@ -44,8 +50,6 @@ class ChatFormat:
     """What opens an answer, such as `<|im_start|>assistant` and a newline; empty when it could not be learned."""
     header_pattern: re.Pattern[str] | None
     """Finds the headers in a rendered text, without their last blanks."""
-    opener: str | None
-    """The chat token that every header begins with; None: headers are more than one literal text after one token."""
     closing: str
     """What the template writes after the last answer."""
     end_pattern: re.Pattern[str] | None
@@ -66,6 +70,12 @@ class ChatFormat:
     """Which forms of `content` the template shows: text in a list of items, a plain string, or both."""
     has_generation_tags: bool
     """Whether the template marks answers itself with `{% generation %}`."""
+    media_pattern: re.Pattern[str] | None
+    """Finds what the template writes for media."""
+    media_ids: tuple[int, ...]
+    """Tokens that stand for media or frame them."""
+    placeholders: tuple[int, ...]
+    """Those of them that are repeated for embeddings."""
     tails: dict[str, list[int]] = field(default_factory=dict)
     """Ids of the texts that stand between a chat token and an answer; filled as they are met."""
 
@@ -81,12 +91,6 @@ def chat_format(processor: Any) -> ChatFormat:
         known = (template, _learn(processor, template))
         _cache[processor] = known
     return known[1]
-
-
-def tokenizer_of(processor: Any) -> Any:
-    """Return the processor's tokenizer (the processor itself when it is one)."""
-    tokenizer = getattr(processor, "tokenizer", None)
-    return processor if tokenizer is None else tokenizer  # not `or`: the truth of a tokenizer is its counted vocabulary
 
 
 def template_of(processor: Any) -> str | None:
@@ -137,7 +141,7 @@ def render_template(processor: Any, conversation: Conversation, **kwargs: Any) -
 
 def _learn(processor: Any, template: str | None) -> ChatFormat:
     tokenizer = tokenizer_of(processor)
-    added = _added_tokens(tokenizer)
+    added = added_tokens(tokenizer)
     form = _content_form(processor)
     header, scaffold = _scaffold(processor, form, added)
     stops = {token for token in (*STOP_TOKENS, getattr(tokenizer, "eos_token", None)) if token in added}
@@ -156,7 +160,6 @@ def _learn(processor: Any, template: str | None) -> ChatFormat:
     return ChatFormat(
         header=header,
         header_pattern=header_pattern,
-        opener=_opener(header, header_pattern, chat_pattern),
         closing=scaffold[-1],
         end_pattern=_alternation({opener.rstrip() for opener in openers}),
         chat_ids=chat_ids,
@@ -166,6 +169,9 @@ def _learn(processor: Any, template: str | None) -> ChatFormat:
         control_signs=tuple(sorted({_rarest(text) for text in control if text})),
         chat_pattern=chat_pattern,
         content_form=form,
+        media_pattern=_alternation(media),
+        media_ids=tuple(sorted(media_token_ids(processor))),
+        placeholders=tuple(sorted(placeholder_ids(processor))),
         has_generation_tags=template is not None and re.search(r"\{%-?\s*generation\b", template) is not None,
     )
 
@@ -178,24 +184,9 @@ def _table(ids: Iterable[int]) -> npt.NDArray[np.bool_]:
     return table
 
 
-def _opener(header: str, pattern: re.Pattern[str] | None, chat_pattern: re.Pattern[str] | None) -> str | None:
-    if pattern is None or chat_pattern is None or pattern.pattern != re.escape(header.rstrip()):
-        return None
-    marks = chat_pattern.findall(header)
-    return str(marks[0]) if len(marks) == 1 and header.startswith(marks[0]) else None
-
-
 def _rarest(text: str) -> str:
     """Return the character of a control string that ordinary text is least likely to hold: `<` rather than `i`."""
     return next((sign for sign in text if not sign.isalnum() and not sign.isspace()), text[0])
-
-
-def _added_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return {text: id} of the tokens that are found in a text before it is cut into words."""
-    decoder = getattr(tokenizer, "added_tokens_decoder", None)
-    if not isinstance(decoder, dict):
-        return {}
-    return {str(token): int(index) for index, token in decoder.items()}
 
 
 def _scaffold(processor: Any, form: ContentForm, added: dict[str, int]) -> tuple[str, list[str]]:

@@ -7,26 +7,36 @@ same text and media. Steps: decode, render once, call the processor once, place 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from vlm_stream.encode.blind_processor import blind_processor, stand_in_media
 from vlm_stream.encode.call_processor import call_processor
 from vlm_stream.encode.chat_format import ChatFormat, Rendered, chat_format, render_chat
-from vlm_stream.encode.compact import find_compact_path
-from vlm_stream.encode.config import EncodeConfig
-from vlm_stream.encode.fake_image import has_media, inject_fake_image, mask_vision_tokens
-from vlm_stream.encode.fit_length import fit_length
-from vlm_stream.encode.labels import SEQUENCE_KEYS, has_labels, label_answers, wants_training
-from vlm_stream.encode.load_media import LoadedMedia, load_media, processor_reads
-from vlm_stream.encode.marker_scan import build_labels_from_template
-from vlm_stream.encode.media_tokens import check_media_tokens
-from vlm_stream.encode.typed_markers import TypedMarkers, disguise, splice_plain
-from vlm_stream.errors import BadSampleError, VlmStreamError, blame_sample
-from vlm_stream.tokens import FAKE_IMAGE_SIZE, ImageSize
+from vlm_stream.encode.control_tokens import (
+    TypedMarkers,
+    check_media_tokens,
+    disguise,
+    media_token_ids,
+    splice_plain,
+)
+from vlm_stream.encode.label_search import build_labels_from_template
+from vlm_stream.encode.labels import has_labels, label_answers, wants_training
+from vlm_stream.encode.load_media import (
+    LoadedMedia,
+    has_media,
+    inject_fake_image,
+    load_media,
+    mask_vision_tokens,
+    processor_reads,
+)
+from vlm_stream.encode.sizes_only import make_grid_processor, stand_in_media
+from vlm_stream.errors import BadSampleError, ConfigError, VlmStreamError, blame_sample
+from vlm_stream.keys import FAKE_IMAGE_SIZE, TOKEN_KEYS
+from vlm_stream.media import ImageConfig
+from vlm_stream.tokens import ImageSize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,21 +45,64 @@ if TYPE_CHECKING:
     import torch
 
     from vlm_stream.conversation import Conversation
-    from vlm_stream.tokens import MediaSizes
+    from vlm_stream.media import VideoBackend
+    from vlm_stream.pixels import CompactPath
+    from vlm_stream.tokens import FrameRule, MediaSizes, Processor
 
-__all__ = ["Encoder"]
+__all__ = ["EncodeConfig", "Encoder", "fit_length", "shape_content"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeConfig:
+    """How one sample becomes tensors."""
+
+    max_length: int | None = None
+    """Longest sequence in tokens; None: any length."""
+    overlong: Literal["bad", "truncate"] = "bad"
+    """A longer sequence is a bad sample, or is cut at `max_length`. A cut through media is a bad sample either way."""
+    inject_fake_image: bool = False
+    """Give text-only samples a small white image that attention does not see, so that every rank runs its vision
+    tower in every step."""
+    image: ImageConfig = field(default_factory=ImageConfig)
+    """How images are decoded."""
+    video_backend: VideoBackend = "auto"
+    """decord, av or torchcodec; auto: decord where it is installed, av otherwise."""
+    frames: FrameRule | None = None
+    """Which frames of a video are read; None: as the processor's own config says. Planning must count with the same."""
+    allow_unlabelled: bool = False
+    """Return samples in which nothing is to be learned, instead of calling them bad."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, such as `enable_thinking`."""
+    processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Options for every call of the processor."""
+    pixels: Literal["full", "compact"] = "full"
+    """`compact`: bytes that `finish_pixels` makes the processor's pixels of, on the trainer's device. Families without
+    a compact path give full pixels and say so."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing."""
+        if self.overlong not in ("bad", "truncate"):
+            raise ConfigError(f"overlong={self.overlong!r} means nothing here; use 'bad' or 'truncate'.")
+        if self.pixels not in ("full", "compact"):
+            raise ConfigError(f"pixels={self.pixels!r} means nothing here; use 'full' or 'compact'.")
+        if self.max_length is not None and self.max_length < 1:
+            raise ConfigError(f"max_length={self.max_length} leaves nothing to encode; use a number above 0, or None.")
 
 
 class Encoder:
     """Encodes samples for one processor."""
 
-    def __init__(self, processor: Any, config: EncodeConfig | None = None) -> None:
+    def __init__(self, processor: Processor, config: EncodeConfig | None = None) -> None:
         """Learn the processor's chat template and frame rule once."""
         self.processor = processor
         self.config = config or EncodeConfig()
         self.chat: ChatFormat = chat_format(processor)
         self.reads = processor_reads(processor, self.config)
-        self._path = find_compact_path(processor) if self.config.pixels == "compact" else None
+        self._path: CompactPath | None = None
+        if self.config.pixels == "compact":
+            from vlm_stream.pixels import find_compact_path
+
+            self._path = find_compact_path(processor)
 
     def encode(self, conversation: Conversation, media: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sample's tensors.
@@ -80,7 +133,7 @@ class Encoder:
 
         Raises:
             BadSampleError: As `encode` does; damage inside of media is not seen.
-            ConfigError: The family's text does not follow from sizes (see `blind`).
+            ConfigError: The family's text does not follow from sizes (see `grid_processor`).
         """
         is_faked = self._wants_fake(conversation)
         if is_faked:
@@ -88,18 +141,18 @@ class Encoder:
             conversation = inject_fake_image(conversation)
             sizes = replace(sizes, images=(ImageSize(height=height, width=width),))
         loaded = stand_in_media(conversation, sizes, self.reads)
-        return self._encode(self.blind, conversation, loaded, is_faked)
+        return self._encode(self.grid_processor, conversation, loaded, is_faked)
 
     @cached_property
-    def blind(self) -> Any:
-        """The processor, without eyes; raises `ConfigError` for families that `encode_from_sizes` does not know."""
-        return blind_processor(self.processor, self.config)
+    def grid_processor(self) -> Any:
+        """The processor with grids from sizes, no pixels; `ConfigError` for families where that is not known."""
+        return make_grid_processor(self.processor, self.config)
 
     def _wants_fake(self, conversation: Conversation) -> bool:
         return self.config.inject_fake_image and not has_media(conversation)
 
     def _encode(
-        self, processor: Any, conversation: Conversation, loaded: LoadedMedia, is_faked: bool
+        self, processor: Processor, conversation: Conversation, loaded: LoadedMedia, is_faked: bool
     ) -> dict[str, Any]:
         try:
             return self._finish(processor, conversation, loaded, is_faked)
@@ -110,7 +163,7 @@ class Encoder:
             raise blame_sample(error, "encode", "processor_error", fact) from error
 
     def _finish(
-        self, processor: Any, conversation: Conversation, loaded: LoadedMedia, is_faked: bool
+        self, processor: Processor, conversation: Conversation, loaded: LoadedMedia, is_faked: bool
     ) -> dict[str, Any]:
         rendered, markers = self.render(conversation)
         if processor is self.processor:
@@ -118,7 +171,7 @@ class Encoder:
         else:
             batch = call_processor(processor, [rendered.text], [loaded], self.config.processor_kwargs)
         # By way of numpy, which for a few hundred ids takes half the time of torch's own indexing.
-        sample = {k: _as_tensor(v.numpy()[0]) if k in SEQUENCE_KEYS else v for k, v in batch.items()}
+        sample = {k: _as_tensor(v.numpy()[0]) if k in TOKEN_KEYS else v for k, v in batch.items()}
         if markers is not None:
             sample |= self.splice(sample, rendered, markers)
         labels = self._labels(conversation, rendered, sample["input_ids"])
@@ -161,12 +214,36 @@ class Encoder:
         ids, origin = splice_plain(self.processor, rendered.text, row["input_ids"].numpy(), markers)
         is_new = origin < 0
         spliced = {"input_ids": _as_tensor(ids)}
-        for key in SEQUENCE_KEYS:
+        for key in TOKEN_KEYS:
             if key in row and key != "input_ids":
                 value = row[key].numpy()[np.maximum(origin, 0)]
                 value[is_new] = 1 if key == "attention_mask" else 0
                 spliced[key] = _as_tensor(value)
         return spliced
+
+
+def fit_length(processor: Processor, sample: dict[str, Any], max_length: int, overlong: str) -> dict[str, Any]:
+    """Return the sample when it fits, or its beginning when it may be cut.
+
+    Raises:
+        BadSampleError: When it is too long and may not be cut, or when the cut would take media tokens away.
+    """
+    ids: torch.Tensor = sample["input_ids"]
+    length = len(ids)
+    if length <= max_length:
+        return sample
+    if overlong == "bad":
+        raise BadSampleError("encode", "overlong", f"The sequence has {length} tokens, more than {max_length}.")
+    import torch
+
+    media = torch.tensor(sorted(media_token_ids(processor)), dtype=ids.dtype)
+    if bool(torch.isin(ids[max_length:], media).any()):
+        raise BadSampleError(
+            "encode",
+            "truncated_media",
+            f"Cutting {length} tokens at {max_length} would take media tokens away; their pixels would match nothing.",
+        )
+    return {key: value[:max_length] if key in TOKEN_KEYS else value for key, value in sample.items()}
 
 
 def shape_content(conversation: Conversation, chat: ChatFormat) -> Conversation:

@@ -2,20 +2,23 @@
 
 Enters: media items that name members (or files, or hold bytes or decoded objects), and the members' bytes. Leaves:
 images, videos with their metadata, waveforms: what the processor is called with. Which frames of a video are decoded is
-the rule of `vlm_stream.tokens.frames`.
+the rule of `vlm_stream.tokens`. A conversation without media may get a small white image, so that every rank runs its
+vision tower; `mask_vision_tokens` hides it from attention, and packing must keep these zeros.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.conversation import Conversation, Item, frame_rate, iter_media
-from vlm_stream.encode.fake_image import FAKE_IMAGE_NAME, make_fake_image
-from vlm_stream.encode.pick_frames import frame_rule, picker
+from vlm_stream.conversation import Conversation, Item, frame_rate, iter_media, named_frames
+from vlm_stream.encode.control_tokens import vision_token_ids
 from vlm_stream.errors import BadSampleError, blame_sample
+from vlm_stream.keys import FAKE_IMAGE_SIZE
 from vlm_stream.media import (
+    LMDB_SEPARATOR,
     DecodedVideo,
     VideoInfo,
     decode_audio,
@@ -26,19 +29,39 @@ from vlm_stream.media import (
     resample_audio,
     to_rgb,
 )
-from vlm_stream.media.lmdb import LMDB_SEPARATOR
-from vlm_stream.tokens.frames import FrameRule, make_video_metadata
+from vlm_stream.tokens import FrameRule, Geometry, frame_indices, make_video_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    import torch
     from PIL import Image
 
-    from vlm_stream.encode.config import EncodeConfig
+    from vlm_stream.encode.encoder import EncodeConfig
+    from vlm_stream.tokens import Processor
 
-__all__ = ["LoadedMedia", "ProcessorReads", "audio_rate_of", "check_supported", "load_media", "processor_reads"]
+__all__ = [
+    "LoadedMedia",
+    "ProcessorReads",
+    "audio_rate_of",
+    "check_supported",
+    "frame_rule",
+    "has_media",
+    "inject_fake_image",
+    "load_media",
+    "make_fake_image",
+    "mask_vision_tokens",
+    "picker",
+    "processor_reads",
+]
+
+logger = logging.getLogger(__name__)
 
 _AUDIO_PARTS: Final = ("audio_processor", "feature_extractor")
+_FAKE_NAME: Final = "fake.png"
+"""What the injected item names instead of a member."""
+
+_warned: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +76,7 @@ class ProcessorReads:
     audio_rate: int
 
 
-def processor_reads(processor: Any, config: EncodeConfig) -> ProcessorReads:
+def processor_reads(processor: Processor, config: EncodeConfig) -> ProcessorReads:
     """Look at the processor's parts."""
     parts = {"image": ("image_processor",), "video": ("video_processor",), "audio": _AUDIO_PARTS}
     media = {m for m, names in parts.items() if any(getattr(processor, n, None) is not None for n in names)}
@@ -65,7 +88,27 @@ def processor_reads(processor: Any, config: EncodeConfig) -> ProcessorReads:
     )
 
 
-def audio_rate_of(processor: Any) -> int:
+def frame_rule(processor: Processor, override: FrameRule | None) -> FrameRule:
+    """Return the rule that planning counts with: the given one, or the processor's own."""
+    if override is not None or getattr(processor, "video_processor", None) is None:
+        return override or FrameRule()
+    return Geometry.from_processor(processor).frames
+
+
+def picker(rule: FrameRule, item: Item) -> Callable[[VideoInfo], Sequence[int]]:
+    """Return the function that names the frames of this item; a list of frames is taken whole."""
+
+    def pick(info: VideoInfo) -> Sequence[int]:
+        named: Sequence[int] | None = named_frames(item)
+        if named is None and isinstance(item["video"], (list, tuple)):
+            named = range(info.frames)
+        indices: list[int] = frame_indices(info.frames, info.fps, rule, named).tolist()
+        return indices
+
+    return pick
+
+
+def audio_rate_of(processor: Processor) -> int:
     """Return the sampling rate that the processor's audio part wants."""
     rates = (getattr(getattr(processor, name, None), "sampling_rate", None) for name in _AUDIO_PARTS)
     rate = next((rate for rate in rates if rate), None) or getattr(processor, "audio_sampling_rate", None)
@@ -129,7 +172,7 @@ def check_supported(item: Item, reads: ProcessorReads) -> None:
 def _load_image(where: Any, members: Mapping[str, Any], config: EncodeConfig) -> Image.Image:
     if hasattr(where, "convert"):  # decoded already
         return to_rgb(where)
-    if isinstance(where, str) and where == FAKE_IMAGE_NAME and where not in members:
+    if isinstance(where, str) and where == _FAKE_NAME and where not in members:
         return make_fake_image()
     return decode_image(_bytes_of(where, members), config.image)
 
@@ -188,3 +231,54 @@ def _name_of(where: Any) -> str:
     if isinstance(where, (list, tuple)):
         return f"[{_name_of(where[0])}, ...]" if where else "[]"
     return where if isinstance(where, str) else type(where).__name__
+
+
+def has_media(conversation: Conversation) -> bool:
+    """Say whether any content item is an image or a video, by its type or by its keys."""
+    return any(
+        isinstance(item, dict) and (item.get("type") in ("image", "video") or "image" in item or "video" in item)
+        for message in conversation
+        if isinstance(message.get("content"), list)
+        for item in message["content"]
+    )
+
+
+def make_fake_image() -> Image.Image:
+    """Return the image."""
+    from PIL import Image
+
+    height, width = FAKE_IMAGE_SIZE
+    return Image.new("RGB", (width, height), (255, 255, 255))
+
+
+def inject_fake_image(conversation: Conversation, image: Any = _FAKE_NAME) -> Conversation:
+    """Return a copy whose first user turn begins with the image; a turn is added when there is none."""
+    item = {"type": "image", "image": image}
+    messages = [dict(message) for message in conversation]
+    for message in messages:
+        if message.get("role") != "user":
+            continue
+        content = message.get("content")
+        if isinstance(content, list):
+            message["content"] = [item, *content]
+        elif isinstance(content, str):
+            message["content"] = [item, {"type": "text", "text": content}]
+        else:
+            message["content"] = [item]
+        return messages
+    return [{"role": "user", "content": [item]}, *messages]
+
+
+def mask_vision_tokens(processor: Processor, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Return the mask with 0 wherever the ids are vision tokens; both have the same shape."""
+    import torch
+
+    ids = vision_token_ids(processor)
+    if not ids:
+        name = type(processor).__name__
+        if name not in _warned:
+            _warned.add(name)
+            logger.warning("%s names no vision tokens: fake images stay visible to attention.", name)
+        return attention_mask
+    vision = torch.isin(input_ids, torch.tensor(sorted(ids), device=input_ids.device))
+    return attention_mask.masked_fill(vision, 0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vlm_stream.encode.text_search import message_text
+from vlm_stream.encode import message_text
 from vlm_stream.errors import BadSampleError
 from vlm_stream.ledger import BadSample, Ledger
 from vlm_stream.plan.randomness import Key, words

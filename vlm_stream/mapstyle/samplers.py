@@ -14,15 +14,15 @@ import torch
 from torch.utils.data import Sampler
 
 from vlm_stream.errors import ConfigError, StateError, nearest_name
-from vlm_stream.plan.group import permute_blocks
-from vlm_stream.plan.randomness import Key, words
-from vlm_stream.tokens import (
+from vlm_stream.mapstyle.estimate import (
     estimate_image_tokens,
     estimate_sample_length,
     estimate_video_tokens,
     extract_image_config,
     extract_video_config,
 )
+from vlm_stream.plan.group import permute_blocks
+from vlm_stream.plan.randomness import Key, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

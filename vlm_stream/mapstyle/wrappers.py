@@ -20,10 +20,16 @@ from vlm_stream.collate import (
     shift_sample,
 )
 from vlm_stream.conversation import MEDIA_TYPES
-from vlm_stream.encode import EncodeConfig, Encoder, inject_fake_image, make_fake_image
-from vlm_stream.encode.fake_image import has_media
-from vlm_stream.encode.fit_length import fit_length
-from vlm_stream.encode.load_media import load_media, processor_reads
+from vlm_stream.encode import (
+    EncodeConfig,
+    Encoder,
+    fit_length,
+    has_media,
+    inject_fake_image,
+    load_media,
+    make_fake_image,
+    processor_reads,
+)
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.keys import INJECTED_FAKE_KEY, POSITIONS_KEY
 from vlm_stream.mapstyle.replace import Replacer, make_robust_collate
@@ -32,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vlm_stream.conversation import Conversation
-    from vlm_stream.encode.load_media import LoadedMedia
+    from vlm_stream.encode import LoadedMedia
 
 __all__ = ["PackedDatasetWrapper", "PreTokenizedDatasetWrapper", "RobustDatasetWrapper"]
 

@@ -4,21 +4,22 @@ Enters: the bytes of one file (or a path, at conversion). Leaves: PIL images in 
 video, mono waveforms; or, by `probe_*`, only what the header says. Must not be known here: processors, conversations,
 tar files, and which frames of a video a model wants (a function comes in from outside).
 
-Files, in the order the data meets them: `image.py` (over `jpeg_header.py`), `video.py` (over
-`video_backends.py`), `audio.py`, `lmdb.py`.
+Files: `image.py` (over `jpeg_header.py`), `video.py`, `audio.py`, `lmdb.py`.
 """
 
 from __future__ import annotations
 
 from vlm_stream.media.audio import AudioInfo, decode_audio, probe_audio, resample_audio
 from vlm_stream.media.image import ImageConfig, decode_image, probe_image, to_rgb
-from vlm_stream.media.lmdb import read_lmdb
-from vlm_stream.media.video import DecodedVideo, VideoInfo, decode_frame_list, decode_video, probe_video
+from vlm_stream.media.lmdb import LMDB_SEPARATOR, read_lmdb
+from vlm_stream.media.video import DecodedVideo, VideoBackend, VideoInfo, decode_frame_list, decode_video, probe_video
 
 __all__ = [
+    "LMDB_SEPARATOR",
     "AudioInfo",
     "DecodedVideo",
     "ImageConfig",
+    "VideoBackend",
     "VideoInfo",
     "decode_audio",
     "decode_frame_list",

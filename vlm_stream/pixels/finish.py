@@ -14,7 +14,8 @@ from typing import Any, Final, overload
 import torch
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.pixels.spec import PIXEL_NAMES, PIXELS_KEY, PartSpec, PixelSpec
+from vlm_stream.keys import PIXEL_KEYS, PIXEL_SPEC_KEY
+from vlm_stream.pixels.spec import PartSpec, PixelSpec
 
 __all__ = ["DEFAULT_DTYPE", "FinishedOnRead", "finish_pixels", "finish_tensor"]
 
@@ -35,25 +36,25 @@ def finish_pixels(
             with full pixels is moved and converted like any other, so that a trainer need not know.
         device: Where all tensors of the batch go first; None: each stays where it is.
         dtype: Of the pixels.
-        spec: For batches of collations that did not hand on `PIXELS_KEY`.
+        spec: For batches of collations that did not hand on `PIXEL_SPEC_KEY`.
 
     Returns:
-        The batch without `PIXELS_KEY`. Media cut for a pipeline are moved at once and finished one micro-batch at a
+        The batch without `PIXEL_SPEC_KEY`. Media cut for a pipeline are moved at once and finished one micro-batch at a
         time, when they are read.
 
     Raises:
         ConfigError: There are compact pixels, and nothing says how to finish them.
     """
-    carried = batch.get(PIXELS_KEY, spec)
+    carried = batch.get(PIXEL_SPEC_KEY, spec)
     found = PixelSpec.load(carried) if isinstance(carried, str) else carried
     target = None if device is None else torch.device(device)
     out: dict[str, Any] = {}
     for key, value in batch.items():
-        if key == PIXELS_KEY:
+        if key == PIXEL_SPEC_KEY:
             continue
-        if isinstance(value, Mapping) and any(name in value for name in PIXEL_NAMES):
+        if isinstance(value, Mapping) and any(name in value for name in PIXEL_KEYS):
             out[key] = _finish_chunks(value, target, dtype, found)
-        elif key in PIXEL_NAMES and value is not None:
+        elif key in PIXEL_KEYS and value is not None:
             out[key] = _finish_value(key, _move(value, target), dtype, found)
         else:
             out[key] = _move(value, target)
@@ -112,12 +113,12 @@ def _finish_chunks(
     chunks: Mapping[str, Any], device: torch.device | None, dtype: torch.dtype, spec: PixelSpec | None
 ) -> dict[str, Any]:
     """Finish media that were cut for a pipeline: lists with an entry for each micro-batch."""
-    carried = chunks.get(PIXELS_KEY)
+    carried = chunks.get(PIXEL_SPEC_KEY)
     spec = PixelSpec.load(carried) if carried is not None else spec
-    moved = {key: _move(value, device) for key, value in chunks.items() if key != PIXELS_KEY}
+    moved = {key: _move(value, device) for key, value in chunks.items() if key != PIXEL_SPEC_KEY}
     return {
         key: FinishedOnRead(value, key, dtype, spec)
-        if key in PIXEL_NAMES and not isinstance(value, FinishedOnRead)
+        if key in PIXEL_KEYS and not isinstance(value, FinishedOnRead)
         else value
         for key, value in moved.items()
     }
@@ -131,8 +132,8 @@ def _finish_value(key: str, value: Any, dtype: torch.dtype, spec: PixelSpec | No
     part = None if spec is None else spec.part(key)
     if part is None:
         raise ConfigError(
-            f"'{key}' holds bytes and the batch does not say how to finish them (it has no '{PIXELS_KEY}'), so the "
-            f"model would see unscaled pixels. Let the collation hand on '{PIXELS_KEY}', or give spec=."
+            f"'{key}' holds bytes and the batch does not say how to finish them (it has no '{PIXEL_SPEC_KEY}'), so the "
+            f"model would see unscaled pixels. Let the collation hand on '{PIXEL_SPEC_KEY}', or give spec=."
         )
     return finish_tensor(value, part, dtype)
 

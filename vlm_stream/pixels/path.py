@@ -1,13 +1,14 @@
 """`CompactPath`: a processor that gives compact pixels, or the reason why there is none.
 
-Enters: a processor. Leaves: a twin of it with the same text part, whose image and video parts stop early. Its ids and
-grids come from the processor's own code. Every parameter is the processor's own; whether the finished pixels are too is
-tried on a few small media before a path is handed out, so a step that is not known here refuses the path.
+Enters: a processor. Leaves: a copy with the same text part, whose image and video parts stop early. Ids and grids come
+from the processor's own code, and so does every parameter. Whether finished pixels equal the processor's is tried on a
+few small media first, so a step that is not known here refuses the path.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,21 +16,23 @@ import numpy as np
 import torch
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.pixels.crops import CROP_PARTS
+from vlm_stream.keys import PIXEL_KEYS, PIXEL_SPEC_KEY
 from vlm_stream.pixels.finish import finish_tensor
-from vlm_stream.pixels.part_twin import Undone, make_twin
-from vlm_stream.pixels.patchified import PATCHIFIED_PARTS
-from vlm_stream.pixels.spec import PIXEL_NAMES, PIXELS_KEY, PartSpec, PixelSpec
-from vlm_stream.tokens.families import read_family
+from vlm_stream.pixels.spec import PartSpec, PixelSpec
+from vlm_stream.pixels.uint8_processor import CROP_PARTS, PATCHIFIED_PARTS, Undone, make_uint8_part
+from vlm_stream.tokens import read_family
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vlm_stream.pixels.part_twin import PartTwin
+    from vlm_stream.pixels.uint8_processor import Uint8Part
+    from vlm_stream.tokens import Processor
 
-__all__ = ["COMPACT_FAMILIES", "CompactPath"]
+__all__ = ["COMPACT_FAMILIES", "CompactPath", "find_compact_path"]
 
-COMPACT_FAMILIES: Final[dict[str, Mapping[str, type[PartTwin]]]] = {
+logger = logging.getLogger(__name__)
+
+COMPACT_FAMILIES: Final[dict[str, Mapping[str, type[Uint8Part]]]] = {
     "gemma3": CROP_PARTS,
     "glm46v": PATCHIFIED_PARTS,
     "internvl": CROP_PARTS,
@@ -48,10 +51,10 @@ _KNOWN_STEPS: Final = frozenset(
 
 
 class CompactPath:
-    """A processor's compact twin, and what finishes its pixels."""
+    """A processor's uint8 copy, and what finishes its pixels."""
 
-    def __init__(self, processor: Any) -> None:
-        """Make the twin; raise `ConfigError` with the reason if the processor has none."""
+    def __init__(self, processor: Processor) -> None:
+        """Make the copy; raise `ConfigError` with the reason if the processor has none."""
         family = read_family(processor)
         if family not in COMPACT_FAMILIES:
             known = ", ".join(COMPACT_FAMILIES)
@@ -69,15 +72,15 @@ class CompactPath:
             if mixin is None or reason:
                 raise ConfigError(f"{type(part).__name__} of {type(processor).__name__} has no compact path: {reason}")
             self._undone[name] = Undone()
-            twin = make_twin(part, mixin, self._undone[name])
+            twin = make_uint8_part(part, mixin, self._undone[name])
             _try_out(part, twin, self._undone[name], name)
             setattr(self.processor, name, twin)
         self.spec  # noqa: B018 - raises where two parts cannot share a key
 
     @staticmethod
-    def for_processor(processor: Any) -> tuple[CompactPath | None, str]:
+    def for_processor(processor: Processor) -> tuple[CompactPath | None, str]:
         """Return the path of a processor and "", or None and the reason why there is none."""
-        # Trying a path out takes a tenth of a second, and some callers ask once per batch.
+        # Trying a path out is slow, and some callers ask once per batch.
         return _find_path(processor, *(getattr(processor, name, None) for name in (*_PART_NAMES, "tokenizer")))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -97,14 +100,27 @@ class CompactPath:
         return PixelSpec(parts=tuple(sorted(parts.items())))
 
     def tag(self, batch: Mapping[str, Any]) -> dict[str, str]:
-        """Return the entry that a batch of the twin must carry; none where it has no pixels."""
+        """Return the entry that a batch of the copy must carry; none where it has no pixels."""
         spec = self.spec
         parts = tuple((key, part) for key, part in spec.parts if batch.get(key) is not None)
-        return {PIXELS_KEY: PixelSpec(parts=parts).dump()} if parts else {}
+        return {PIXEL_SPEC_KEY: PixelSpec(parts=parts).dump()} if parts else {}
+
+
+def find_compact_path(processor: Processor) -> CompactPath | None:
+    """Return the path; None, and a line in the log for the first processor of its kind, where there is none."""
+    path, reason = CompactPath.for_processor(processor)
+    if path is None:
+        _say_once(reason)
+    return path
+
+
+@lru_cache(maxsize=64)
+def _say_once(reason: str) -> None:
+    logger.warning("Pixels stay full, as the processor gives them: %s.", reason)
 
 
 @lru_cache(maxsize=8)
-def _find_path(processor: Any, *parts: Any) -> tuple[CompactPath | None, str]:  # noqa: ARG001
+def _find_path(processor: Processor, *parts: Any) -> tuple[CompactPath | None, str]:  # noqa: ARG001
     """Find the path of a processor; `parts` make sure that one whose parts were replaced is looked at again."""
     try:
         return CompactPath(processor), ""
@@ -112,10 +128,10 @@ def _find_path(processor: Any, *parts: Any) -> tuple[CompactPath | None, str]:  
         return None, str(error)
 
 
-def _key_of(processor: Any, part_name: str) -> str:
+def _key_of(processor: Processor, part_name: str) -> str:
     """Return the key under which a part's pixels come out; InternVL gives frames as images."""
     images_only = read_family(processor) == "internvl"
-    return PIXEL_NAMES[0] if part_name == "image_processor" or images_only else PIXEL_NAMES[1]
+    return PIXEL_KEYS[0] if part_name == "image_processor" or images_only else PIXEL_KEYS[1]
 
 
 def _find_unknown_step(part: Any) -> str:
@@ -131,7 +147,7 @@ def _find_unknown_step(part: Any) -> str:
 
 
 def _try_out(part: Any, twin: Any, undone: Undone, name: str) -> None:
-    """Refuse a twin whose finished pixels are not the original's."""
+    """Refuse a uint8 part whose finished pixels are not the original's."""
     if name == "image_processor":
         arguments: dict[str, Any] = {"images": _trial_images()}
     else:
@@ -139,7 +155,7 @@ def _try_out(part: Any, twin: Any, undone: Undone, name: str) -> None:
     try:
         full = dict(part(**arguments, return_tensors="pt"))
         compact = dict(twin(**arguments, return_tensors="pt"))
-        key = next(key for key in PIXEL_NAMES if key in full)
+        key = next(key for key in PIXEL_KEYS if key in full)
         spec = undone.spec
         is_same = spec is not None and compact[key].dtype == torch.uint8 and full[key].is_floating_point()
         if is_same and spec is not None:

@@ -1,7 +1,7 @@
 """What a batch says of its compact pixels: enough to finish them without the processor.
 
-A spec travels in batches as a string under `PIXELS_KEY`: queues, pinning, `torch.save` and trainers that walk through
-batches leave strings alone.
+A spec travels in batches as a string under `PIXEL_SPEC_KEY`: queues, pinning, `torch.save` and trainers leave strings
+alone.
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from vlm_stream.errors import ConfigError
+from vlm_stream.keys import PIXEL_KEYS, PIXEL_SPEC_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["PIXELS_KEY", "PIXEL_NAMES", "PartSpec", "PixelSpec", "carry_spec"]
-
-PIXELS_KEY: Final = "_pixels"
-PIXEL_NAMES: Final = ("pixel_values", "pixel_values_videos")
-"""The keys under which families give pixels."""
+__all__ = ["PartSpec", "PixelSpec", "carry_spec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +66,17 @@ def _load(text: str) -> PixelSpec:
 
 
 def carry_spec(samples: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return `{PIXELS_KEY: ...}` for a batch of these samples (or packs); empty where their pixels are full, or none.
+    """Return `{PIXEL_SPEC_KEY: ...}` for a batch of these samples (or packs); empty where no pixels are compact.
 
     Raises:
         ConfigError: Some pixels are compact and others are not, or they are to be finished differently.
     """
-    with_pixels = [sample for sample in samples if any(sample.get(name) is not None for name in PIXEL_NAMES)]
+    with_pixels = [sample for sample in samples if any(sample.get(name) is not None for name in PIXEL_KEYS)]
     merged: dict[str, PartSpec] = {}
     for sample in with_pixels:
-        text = sample.get(PIXELS_KEY)
+        text = sample.get(PIXEL_SPEC_KEY)
         parts = dict(PixelSpec.load(text).parts) if text is not None else {}
-        if (text is None) != (with_pixels[0].get(PIXELS_KEY) is None) or any(
+        if (text is None) != (with_pixels[0].get(PIXEL_SPEC_KEY) is None) or any(
             merged.get(key, part) != part for key, part in parts.items()
         ):
             raise ConfigError(
@@ -88,4 +85,4 @@ def carry_spec(samples: Iterable[Mapping[str, Any]]) -> dict[str, str]:
                 "and one value of pixels=."
             )
         merged |= parts
-    return {PIXELS_KEY: PixelSpec(parts=tuple(sorted(merged.items()))).dump()} if merged else {}
+    return {PIXEL_SPEC_KEY: PixelSpec(parts=tuple(sorted(merged.items()))).dump()} if merged else {}

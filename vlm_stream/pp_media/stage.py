@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from vlm_stream.keys import PIXEL_KEYS, PIXEL_SPEC_KEY, POSITIONS_KEY
-from vlm_stream.pixels import finish_pixels
-from vlm_stream.pixels.finish import DEFAULT_DTYPE
+from vlm_stream.pixels import DEFAULT_DTYPE, finish_pixels
 from vlm_stream.pp_media.prepare import VLM_PP_MEDIA_KEY
 
 if TYPE_CHECKING:

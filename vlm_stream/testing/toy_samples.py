@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from vlm_stream.testing.toy_audio import make_toy_wave
-from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize
-from vlm_stream.tokens.probe import encode_pixels
+from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize, encode_pixels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,44 +8,48 @@ index and a `Geometry`, so pixel limits may change without a recount; the tokeni
 families that write about frames or crops, the frame rule may not. Imports numpy; must not import torch or transformers.
 
 Files, in the order the data meets them:
-    columns.py      what an index says, what counting makes of it
-    sizes.py        the media of one sample; `check_media_sizes`
-    frames.py       THE rule by which frames are sampled
-    resize.py       resize rules of the Qwen kind
+    sizes.py        sizes of media, of one sample and as columns; `check_media_sizes`
+    frames.py       which frames of a video are sampled
     rules/          one class per kind of rule
     geometry.py     `Geometry`: the rules of one processor, as a value
-    processor_parts.py, families.py   processor -> geometry
+    families.py     processor -> geometry
     count.py        `count_tokens`, `fake_image_tokens`
     media_text.py   what families write around media
     text.py         exact text counts
     probe.py        `probe_geometry`: the real processor confirms the counts, or they are called estimates
-    estimate.py     estimates from `mm_inputs_meta`, for in-memory samples
 """
 
-from vlm_stream.tokens.columns import MediaColumns, TokenColumns, join_columns
-from vlm_stream.tokens.count import FAKE_IMAGE_SIZE, count_tokens, counted_as, fake_image_tokens
-from vlm_stream.tokens.estimate import (
-    estimate_image_tokens,
-    estimate_sample_length,
-    estimate_video_tokens,
-    extract_image_config,
-    extract_video_config,
-)
+from vlm_stream.keys import FAKE_IMAGE_SIZE
+from vlm_stream.tokens.count import TokenColumns, count_tokens, counted_as, fake_image_tokens
+from vlm_stream.tokens.families import Processor, read_family
 from vlm_stream.tokens.frames import FrameRule, count_frames, frame_indices, make_video_metadata
 from vlm_stream.tokens.geometry import Geometry
-from vlm_stream.tokens.probe import probe_geometry
-from vlm_stream.tokens.resize import smart_resize_image, smart_resize_video
-from vlm_stream.tokens.sizes import AudioSize, ImageSize, MediaSizes, VideoSize, check_media_sizes, make_columns
-from vlm_stream.tokens.text import TextCounter, count_text_tokens, guess_text_tokens
+from vlm_stream.tokens.probe import encode_pixels, probe_geometry
+from vlm_stream.tokens.rules.base import GUESSED_TOKENS
+from vlm_stream.tokens.rules.grids import smart_resize_image, smart_resize_video
+from vlm_stream.tokens.sizes import (
+    AudioSize,
+    ImageSize,
+    MediaColumns,
+    MediaSizes,
+    VideoSize,
+    check_media_sizes,
+    join_columns,
+    make_columns,
+)
+from vlm_stream.tokens.text import CHARACTERS_PER_TOKEN, TextCounter, count_text_tokens, guess_text_tokens
 
 __all__ = [
+    "CHARACTERS_PER_TOKEN",
     "FAKE_IMAGE_SIZE",
+    "GUESSED_TOKENS",
     "AudioSize",
     "FrameRule",
     "Geometry",
     "ImageSize",
     "MediaColumns",
     "MediaSizes",
+    "Processor",
     "TextCounter",
     "TokenColumns",
     "VideoSize",
@@ -54,11 +58,7 @@ __all__ = [
     "count_text_tokens",
     "count_tokens",
     "counted_as",
-    "estimate_image_tokens",
-    "estimate_sample_length",
-    "estimate_video_tokens",
-    "extract_image_config",
-    "extract_video_config",
+    "encode_pixels",
     "fake_image_tokens",
     "frame_indices",
     "guess_text_tokens",
@@ -66,6 +66,7 @@ __all__ = [
     "make_columns",
     "make_video_metadata",
     "probe_geometry",
+    "read_family",
     "smart_resize_image",
     "smart_resize_video",
 ]

@@ -1,9 +1,8 @@
-"""What a family writes around its media: enters one medium's size, leaves the text that stands in its place.
+"""What a family writes around its media: one medium's size enters, the text in its place leaves.
 
 Each text holds the medium's embedding token exactly once, however many embeddings there will be, and everything else
-that the processor writes: marks of begin and end, timestamps, rows of crops. Tokenising it therefore gives what the
-medium costs beside its embeddings, plus one. Special tokens split the text before any merging, so leaving out their
-repetitions changes nothing else.
+that the processor writes: marks of begin and end, timestamps, rows of crops. Special tokens split the text before any
+merging, so leaving out their repetitions changes nothing else.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ import numpy as np
 
 from vlm_stream.errors import MissingExtraError
 from vlm_stream.tokens.frames import frame_indices, make_video_metadata
-from vlm_stream.tokens.rules.crops import RowCrops, WindowCrops
-from vlm_stream.tokens.rules.fixed import FixedImage
+from vlm_stream.tokens.rules.pieces import FixedImage, RowCrops, WindowCrops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from vlm_stream.tokens.frames import FrameRule
     from vlm_stream.tokens.geometry import Geometry
@@ -59,6 +57,15 @@ def _once(token: str, number: int) -> str:
     return token if number == 0 else ""
 
 
+def _between(before: str, token: str, after: str) -> Callable[[Any, Any, Scene], str]:
+    """Return what writes the processor's tokens of these names, one after the other."""
+
+    def write(processor: Any, size: Any, scene: Scene) -> str:  # noqa: ARG001
+        return f"{getattr(processor, before)}{getattr(processor, token)}{getattr(processor, after)}"
+
+    return write
+
+
 def _write_gemma3_image(processor: Any, size: ImageSize, scene: Scene) -> str:
     rule = scene.geometry.image
     height, width = np.asarray([size.height]), np.asarray([size.width])
@@ -74,10 +81,6 @@ def _write_gemma3_image(processor: Any, size: ImageSize, scene: Scene) -> str:
     return f"Here is the original image {view(0)} and here are some crops to help you see better {views}"
 
 
-def _write_gemma4_image(processor: Any, size: ImageSize, scene: Scene) -> str:  # noqa: ARG001
-    return f"{processor.boi_token}{processor.image_token}{processor.eoi_token}"
-
-
 def _write_gemma4_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     clip = _Clip(size, scene.geometry.frames)
     frames = [
@@ -86,14 +89,6 @@ def _write_gemma4_video(processor: Any, size: VideoSize, scene: Scene) -> str:
         for number, second in enumerate(clip.timestamps)
     ]
     return " ".join(frames)
-
-
-def _write_gemma4_audio(processor: Any, size: AudioSize, scene: Scene) -> str:  # noqa: ARG001
-    return f"{processor.boa_token}{processor.audio_token}{processor.eoa_token}"
-
-
-def _write_internvl_image(processor: Any, size: ImageSize, scene: Scene) -> str:  # noqa: ARG001
-    return f"{processor.start_image_token}{processor.image_token}{processor.end_image_token}"
 
 
 def _write_internvl_video(processor: Any, size: VideoSize, scene: Scene) -> str:
@@ -119,16 +114,13 @@ def _write_qwen3_video(processor: Any, size: VideoSize, scene: Scene) -> str:
 def _write_glm46v_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     """Every second frame's time follows its patch."""
     clip, patch = _Clip(size, scene.geometry.frames), scene.geometry.frames.temporal_patch_size
-    seconds = _pad_to(clip.timestamps[::2], len(clip) // patch)
+    layers = len(clip) // patch
+    seconds = [*clip.timestamps[::2], *clip.timestamps[::2][-1:] * layers][:layers]
     frames = [
         f"<|begin_of_image|>{_once(processor.image_token, number)}<|end_of_image|>{second:.1f} seconds"
         for number, second in enumerate(seconds)
     ]
     return "".join(frames)
-
-
-def _pad_to(values: Sequence[float], length: int) -> list[float]:
-    return [*values[:length], *[values[-1]] * (length - len(values))]
 
 
 def _write_kimi_video(processor: Any, size: VideoSize, scene: Scene) -> str:
@@ -189,10 +181,6 @@ def _write_step3p7_image(processor: Any, size: ImageSize, scene: Scene) -> str:
     return f"{windows}<im_start>{processor.image_token}<im_end>"
 
 
-def _write_nemotron_image(processor: Any, size: ImageSize, scene: Scene) -> str:  # noqa: ARG001
-    return f"{processor.image_start_token}{processor.image_token}{processor.image_end_token}"
-
-
 def _write_nemotron_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     """Every layer follows the numbers and times of its frames; a frame's duration is cut to whole milliseconds."""
     clip, patch = _Clip(size, scene.geometry.frames), scene.geometry.frames.temporal_patch_size
@@ -209,17 +197,15 @@ def _write_nemotron_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     return "\n".join(layers)
 
 
-def _write_nemotron_audio(processor: Any, size: AudioSize, scene: Scene) -> str:  # noqa: ARG001
-    return f"{processor.audio_start_token}{processor.audio_token}{processor.audio_end_token}"
-
-
+_GEMMA4_IMAGE: Final = _between("boi_token", "image_token", "eoi_token")
+_GEMMA4_AUDIO: Final = _between("boa_token", "audio_token", "eoa_token")
 # Families that are missing write nothing around that medium: its one token stays as the template wrote it.
 IMAGE_TEXTS: Final[dict[str, Callable[[Any, ImageSize, Scene], str]]] = {
     "gemma3": _write_gemma3_image,
-    "gemma4": _write_gemma4_image,
-    "gemma4_unified": _write_gemma4_image,
-    "internvl": _write_internvl_image,
-    "nemotron_h_omni": _write_nemotron_image,
+    "gemma4": _GEMMA4_IMAGE,
+    "gemma4_unified": _GEMMA4_IMAGE,
+    "internvl": _between("start_image_token", "image_token", "end_image_token"),
+    "nemotron_h_omni": _between("image_start_token", "image_token", "image_end_token"),
     "smolvlm": _write_smolvlm_image,
     "step3p7": _write_step3p7_image,
 }
@@ -234,7 +220,7 @@ VIDEO_TEXTS: Final[dict[str, Callable[[Any, VideoSize, Scene], str]]] = {
     "smolvlm": _write_smolvlm_video,
 }
 AUDIO_TEXTS: Final[dict[str, Callable[[Any, AudioSize, Scene], str]]] = {
-    "gemma4": _write_gemma4_audio,
-    "gemma4_unified": _write_gemma4_audio,
-    "nemotron_h_omni": _write_nemotron_audio,
+    "gemma4": _GEMMA4_AUDIO,
+    "gemma4_unified": _GEMMA4_AUDIO,
+    "nemotron_h_omni": _between("audio_start_token", "audio_token", "audio_end_token"),
 }

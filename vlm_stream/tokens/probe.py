@@ -22,6 +22,7 @@ from vlm_stream.tokens.text import TextCounter
 
 if TYPE_CHECKING:
     from vlm_stream.conversation import Conversation
+    from vlm_stream.tokens.families import Processor
     from vlm_stream.tokens.frames import FrameRule
     from vlm_stream.tokens.geometry import Geometry
 
@@ -35,7 +36,7 @@ _VIDEO: Final = VideoSize(frames=40, height=300, width=400, fps=7.3, seconds=40 
 _RATE: Final = 16000
 
 
-def probe_geometry(processor: Any, geometry: Geometry) -> Geometry:
+def probe_geometry(processor: Processor, geometry: Geometry) -> Geometry:
     """Confirm a geometry by encoding an image, two images, a clip, a sound and plain text, as far as it has rules.
 
     Args:
@@ -74,7 +75,7 @@ def probe_geometry(processor: Any, geometry: Geometry) -> Geometry:
     return geometry
 
 
-def _name(processor: Any) -> str:
+def _name(processor: Processor) -> str:
     return type(processor).__name__
 
 
@@ -99,7 +100,7 @@ def _make_items(sizes: MediaSizes) -> list[dict[str, Any]]:
     ]
 
 
-def encode_pixels(processor: Any, conversation: Conversation, rule: FrameRule) -> dict[str, Any]:
+def encode_pixels(processor: Processor, conversation: Conversation, rule: FrameRule) -> dict[str, Any]:
     """Run a processor on a conversation whose images are pixels, whose sounds are waves, and whose clips are sizes.
 
     Clips become black frames, those that the rule picks; the processor is told their times and samples nothing itself.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_stream.conversation import MEDIA_TYPES, iter_media
 from vlm_stream.errors import BadSampleError
-from vlm_stream.tokens.families import read_family
+from vlm_stream.tokens.families import Processor, read_family
 from vlm_stream.tokens.geometry import Geometry
 from vlm_stream.tokens.media_text import AUDIO_TEXTS, IMAGE_TEXTS, VIDEO_TEXTS, Scene
 from vlm_stream.tokens.sizes import MediaSizes
@@ -41,7 +41,7 @@ class TextCounter:
         18
     """
 
-    def __init__(self, processor: Any, geometry: Geometry | None = None) -> None:
+    def __init__(self, processor: Processor, geometry: Geometry | None = None) -> None:
         """Learn the processor's media tokens.
 
         Args:
@@ -97,7 +97,7 @@ class TextCounter:
         """Return for each text its ids, or what has them as `ids` and is as long."""
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if hasattr(backend, "encode_batch_fast") and backend.truncation is None and backend.padding is None:
-            # A third of the time goes into offsets and lists that nobody asks for here.
+            # Without the offsets and lists that nobody asks for here.
             return list(backend.encode_batch_fast(texts, add_special_tokens=adds_special))
         return list(self._tokenizer(texts, add_special_tokens=adds_special)["input_ids"])
 
@@ -133,7 +133,10 @@ class TextCounter:
 
 
 def count_text_tokens(
-    conversation: Conversation, processor: Any = None, sizes: MediaSizes = _NO_MEDIA, geometry: Geometry | None = None
+    conversation: Conversation,
+    processor: Processor | None = None,
+    sizes: MediaSizes = _NO_MEDIA,
+    geometry: Geometry | None = None,
 ) -> int:
     """Count one sample's text; exact with a processor, a guess without.
 

@@ -38,13 +38,21 @@ def _count(tokens: Ints, frames: Ints) -> MediaCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowedMel:
-    """Qwen3-Omni: mel frames, then three halvings inside windows."""
-
+class _Sound:
     sampling_rate: int = 16000
     """What sound is resampled to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frames(_Sound):
     hop_length: int = 160
     """Samples from one frame to the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowedMel(_Frames):
+    """Qwen3-Omni: mel frames, then three halvings inside windows."""
+
     window_frames: int = 100
     """Frames that are halved together."""
 
@@ -58,13 +66,9 @@ class WindowedMel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilterBank:
+class FilterBank(_Frames):
     """Phi-4-multimodal: overlapping frames, compressed twice."""
 
-    sampling_rate: int = 16000
-    """What sound is resampled to."""
-    hop_length: int = 160
-    """Samples from one frame to the next."""
     frame_length: int = 400
     """Samples of a frame."""
     feature_stride: int = 1
@@ -82,13 +86,9 @@ class FilterBank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvolvedMel:
+class ConvolvedMel(_Frames):
     """Gemma-4: mel frames whose window holds only sound, halved twice; long clips are cut."""
 
-    sampling_rate: int = 16000
-    """What sound is resampled to."""
-    hop_length: int = 160
-    """Samples from one frame to the next."""
     frame_length: int = 320
     """Samples of a frame."""
     max_samples: int = 480000
@@ -97,17 +97,15 @@ class ConvolvedMel:
     def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
         """Count clips."""
         heard = np.minimum(samples, self.max_samples)
-        # Half a frame of silence stands before the sound; a frame counts when its last sample is sound.
+        # Half a frame of silence precedes the sound; a frame counts when its last sample is sound.
         frames = (heard - 1 - (self.frame_length - self.frame_length // 2)) // self.hop_length + 1
         return _count(_halve(np.maximum(frames, 0), 2), frames)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedAudio:
+class ChunkedAudio(_Sound):
     """The unified Gemma-4: raw samples in chunks."""
 
-    sampling_rate: int = 16000
-    """What sound is resampled to."""
     samples_per_token: int = 640
     """Samples in a chunk."""
 
@@ -118,13 +116,9 @@ class ChunkedAudio:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SubsampledMel:
+class SubsampledMel(_Frames):
     """Nemotron-H-Omni: centred mel frames, then convolutions of stride 2."""
 
-    sampling_rate: int = 16000
-    """What sound is resampled to."""
-    hop_length: int = 160
-    """Samples from one frame to the next."""
     num_convolutions: int = 3
     """How often the frames are subsampled."""
     kernel_size: int = 3

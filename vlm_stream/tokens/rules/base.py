@@ -1,18 +1,39 @@
-"""What every rule returns and looks like."""
+"""What every counting rule returns and looks like, and the guess for media that no rule is known for.
+
+A rule holds the numbers of one processor's config and nothing else, so it travels as JSON. Heights, widths and numbers
+of frames enter as int64 arrays; `MediaCounts` leave.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     Ints = npt.NDArray[np.int64]
     Floats = npt.NDArray[np.float64]
 
-__all__ = ["AudioRule", "ImageRule", "MediaCounts", "VideoRule", "name_aspect_problem"]
+__all__ = [
+    "GUESSED_TOKENS",
+    "MAX_ASPECT_RATIO",
+    "AudioRule",
+    "ImageRule",
+    "MediaCounts",
+    "TakesAnySize",
+    "UnknownMedium",
+    "VideoRule",
+    "count_pieces",
+    "name_aspect_problem",
+]
+
+GUESSED_TOKENS = 500
+"""What a medium of unknown cost is taken for."""
+MAX_ASPECT_RATIO = 200
+"""The Qwen and GLM processors raise above it (200 itself passes)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,3 +91,51 @@ def name_aspect_problem(height: int, width: int, limit: float) -> str | None:
     if shorter > 0 and longer / shorter > limit:
         return f"its sides {height}x{width} have a ratio above {limit:g}"
     return None
+
+
+class TakesAnySize:
+    """Rules of processors that refuse no size."""
+
+    __slots__ = ()
+
+    def find_problem(self, height: int, width: int) -> str | None:  # noqa: ARG002
+        """Return None."""
+        return None
+
+
+def count_pieces(pieces: Ints, tokens_per_piece: int, patches_per_piece: int) -> MediaCounts:
+    """Count media that are cut into equal pieces."""
+    squares = pieces.astype(np.float64) * float(patches_per_piece) ** 2
+    return MediaCounts(pieces * tokens_per_piece, pieces * patches_per_piece, squares)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownMedium:
+    """A guess for media whose processor is not known; also what a medium costs that a processor cannot read."""
+
+    tokens: int = GUESSED_TOKENS
+    """The guess."""
+
+    def _guess(self, like: Ints) -> MediaCounts:
+        return count_pieces(np.ones_like(like), self.tokens, self.tokens)
+
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
+        """Count images."""
+        return self._guess(heights)
+
+    def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:  # noqa: ARG002
+        """Count clips."""
+        return self._guess(frames)
+
+    @property
+    def sampling_rate(self) -> int:
+        """Any rate will do for a guess."""
+        return 16000
+
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
+        """Count sounds."""
+        return self._guess(samples)
+
+    def find_problem(self, height: int, width: int) -> str | None:
+        """Refuse the shapes that the most common families refuse."""
+        return name_aspect_problem(height, width, MAX_ASPECT_RATIO)

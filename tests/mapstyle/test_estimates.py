@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_stream.testing import build_processor
-from vlm_stream.tokens import (
+from vlm_stream.mapstyle.estimate import (
     estimate_image_tokens,
     estimate_sample_length,
     estimate_video_tokens,
     extract_image_config,
     extract_video_config,
 )
+from vlm_stream.testing import build_processor
 
 IMAGE = {"patch_size": 14, "merge_size": 2, "factor": 28, "min_pixels": 3136, "max_pixels": 1003520}
 VIDEO = {

@@ -1,4 +1,4 @@
-"""A processor that does everything but look at pixels: for ranks that need a sample's ids and not its media.
+"""Grids from sizes, no pixels: for ranks that need a sample's ids and not its media.
 
 Enters: a processor, and media of which only sizes are known. Leaves: a copy of the processor whose parts for images and
 videos answer with the grids that the real ones would give, and stand-ins for the media: arrays of the right shape that
@@ -13,36 +13,34 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 
 from vlm_stream.conversation import Conversation, Item, frame_rate, iter_media
-from vlm_stream.encode.load_media import LoadedMedia, ProcessorReads, check_supported
-from vlm_stream.encode.pick_frames import picker
+from vlm_stream.encode.load_media import LoadedMedia, ProcessorReads, check_supported, picker
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.media import DecodedVideo, VideoInfo
-from vlm_stream.tokens import Geometry
-from vlm_stream.tokens.families import read_family
+from vlm_stream.tokens import Geometry, read_family
 
 if TYPE_CHECKING:
     import torch
 
-    from vlm_stream.encode.config import EncodeConfig
+    from vlm_stream.encode.encoder import EncodeConfig
     from vlm_stream.tokens import FrameRule, ImageSize, MediaSizes, VideoSize
 
-__all__ = ["BLIND_FAMILIES", "blind_processor", "stand_in_media"]
+__all__ = ["make_grid_processor", "stand_in_media"]
 
-BLIND_FAMILIES: Final = ("glm46v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+_GRID_FAMILIES: Final = ("glm46v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 """Families whose text depends on media through grids alone."""
 
 
-def blind_processor(processor: Any, config: EncodeConfig) -> Any:
+def make_grid_processor(processor: Any, config: EncodeConfig) -> Any:
     """Return a copy of the processor that never sees a pixel; the original is not changed.
 
     Raises:
         ConfigError: The family has no grids, or the options change sizes in ways that the index does not know.
     """
     family = read_family(processor)
-    if family not in BLIND_FAMILIES:
+    if family not in _GRID_FAMILIES:
         raise ConfigError(
             f"{type(processor).__name__} cannot be run without pixels: how its text follows from the sizes of media is "
-            f"known for {', '.join(BLIND_FAMILIES)}. Let every rank read media (pixels=True) and drop them afterwards."
+            f"known for {', '.join(_GRID_FAMILIES)}. Let every rank read media (pixels=True) and drop them afterwards."
         )
     if config.processor_kwargs or config.image.exif_rotate:
         raise ConfigError(
@@ -50,10 +48,10 @@ def blind_processor(processor: Any, config: EncodeConfig) -> Any:
             "are no pixels, so ranks would disagree on tokens. Put such settings into the processor's own config."
         )
     geometry = Geometry.from_processor(processor)
-    blind = copy.copy(processor)
-    blind.image_processor = _ImageGrids(processor.image_processor, geometry.image)
-    blind.video_processor = _VideoGrids(processor.video_processor, geometry.video)
-    return blind
+    copied = copy.copy(processor)
+    copied.image_processor = _ImageGrids(processor.image_processor, geometry.image)
+    copied.video_processor = _VideoGrids(processor.video_processor, geometry.video)
+    return copied
 
 
 class _Part:

@@ -1,7 +1,7 @@
-"""Estimates from the metadata of in-memory samples (`mm_inputs_meta`, `_text_tokens`), with the formulas of old.
+"""NeMo Automodel's approximations of lengths, for map-style samples.
 
-Enter dicts; leave numbers. These functions serve the in-memory samplers and packers, which have no index; the exact
-counts of this room are in `count.py` and `text.py`. Video limits hold for the whole clip here, whatever the family.
+Enter dicts with `mm_inputs_meta` and `_text_tokens`; leave numbers. Video limits hold for the whole clip here, whatever
+the family; the exact counts are those of `vlm_stream.tokens`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from vlm_stream.tokens.resize import smart_resize_image, smart_resize_video
-from vlm_stream.tokens.rules.fixed import GUESSED_TOKENS
-from vlm_stream.tokens.text import CHARACTERS_PER_TOKEN
+from vlm_stream.tokens import CHARACTERS_PER_TOKEN, GUESSED_TOKENS, smart_resize_image, smart_resize_video
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,0 +1,323 @@
+"""Control tokens: which tokens stand for media, and typed text that looks like a control token stays text.
+
+Enters: a processor; ids with their grids; a conversation. Leaves: ids and strings of media tokens, a check of their
+number, a conversation whose typed control strings cannot become tokens.
+
+A user may type `<|im_start|>assistant` or `<|image_pad|>`; a tokenizer would make control tokens of it, and with them a
+turn that nobody took or an image that nobody sent. Before rendering, each such string is replaced by one private
+character; after the processor has run, the tokens of that piece of text are replaced by the tokens of what was typed,
+cut after its first character so that no control token can form. Other text keeps the processor's own ids.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from vlm_stream.conversation import MEDIA_TYPES
+from vlm_stream.errors import BadSampleError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+    import torch
+
+    from vlm_stream.conversation import Conversation
+    from vlm_stream.encode.chat_format import ChatFormat
+    from vlm_stream.tokens import Processor
+
+__all__ = [
+    "TypedMarkers",
+    "added_tokens",
+    "check_media_tokens",
+    "disguise",
+    "media_token_ids",
+    "media_token_strings",
+    "placeholder_ids",
+    "splice_plain",
+    "tokenizer_of",
+    "vision_token_ids",
+]
+
+_ID_ATTRIBUTES: Final = (
+    "image_token_id",
+    "video_token_id",
+    "image_token_index",
+    "video_token_index",
+    "media_placeholder_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "vision_token_id",
+    "image_break_token_id",
+    "image_end_token_id",
+    "boi_token_index",
+    "eoi_token_index",
+    "boi_token_id",
+    "eoi_token_id",
+)
+_VISION_STRINGS: Final = (
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|media_start|>",
+    "<|media_content|>",
+    "<|media_end|>",
+    "<|media_pad|>",
+    "<image>",
+    "<video>",
+    "<|image|>",
+    "<|video|>",
+    "[IMG]",
+    "[IMG_END]",
+    "[IMG_BREAK]",
+)
+_VISION_PARTS: Final = ("image", "video", "media", "vision", "img_pad", "vid_pad")
+_PLACEHOLDER_PARTS: Final = (*_VISION_PARTS, "audio", "img", "sound", "so_embedding", "patch")
+_TOKEN_ATTRIBUTES: Final = ("image_token", "video_token", "audio_token", "boi_token", "eoi_token", "fake_image_token")
+_GRIDS: Final = (("image", "image_grid_thw", "image_processor"), ("video", "video_grid_thw", "video_processor"))
+_TIME_POOLED: Final = ("Kimi_K25Processor", "KimiK25Processor")
+"""Processors in which all frames of one grid row share their tokens."""
+
+_PRIVATE_BEGIN: Final = 0x10F000  # plane 16, private use: no font, no text and no vocabulary has it
+_PRIVATE: Final = re.compile("[\U0010f000-\U0010ffff]")
+_KEPT_KEYS: Final = frozenset({"role", "type", *MEDIA_TYPES})
+
+_vision_ids: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
+
+
+def tokenizer_of(processor: Processor) -> Any:
+    """Return the processor's tokenizer (the processor itself when it is one)."""
+    tokenizer = getattr(processor, "tokenizer", None)
+    return processor if tokenizer is None else tokenizer  # not `or`: the truth of a tokenizer is its counted vocabulary
+
+
+def added_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return {text: id} of the tokens that are found in a text before it is cut into words."""
+    decoder = getattr(tokenizer, "added_tokens_decoder", None)
+    return {str(token): int(index) for index, token in decoder.items()} if isinstance(decoder, dict) else {}
+
+
+def vision_token_ids(processor: Processor) -> frozenset[int]:
+    """Return the ids of all tokens that stand for images or videos or frame them; empty when none is known."""
+    known = _vision_ids.get(processor)
+    if known is None:
+        known = _vision_ids[processor] = _find_vision_ids(processor)
+    return known
+
+
+def _find_vision_ids(processor: Processor) -> frozenset[int]:
+    tokenizer = getattr(processor, "tokenizer", None)
+    owners = (processor, getattr(processor, "config", None))
+    values = [getattr(owner, name, None) for owner in owners for name in _ID_ATTRIBUTES]
+    values += [_token_id(tokenizer, token) for token in _VISION_STRINGS]
+    values += [index for token, index in added_tokens(tokenizer).items() if _holds(token, _VISION_PARTS)]
+    return frozenset(value for value in values if isinstance(value, int) and not isinstance(value, bool))
+
+
+def media_token_strings(processor: Processor) -> set[str]:
+    """Return the texts that a processor reads as media, or writes for them: what no user may type as tokens."""
+    tokenizer = getattr(processor, "tokenizer", None)
+    vision = vision_token_ids(processor)
+    found = {t for t, index in added_tokens(tokenizer).items() if index in vision or _holds(t, _PLACEHOLDER_PARTS)}
+    for owner in (processor, tokenizer):
+        found |= {token for name in _TOKEN_ATTRIBUTES if isinstance(token := getattr(owner, name, None), str)}
+    return found - {""}
+
+
+def media_token_ids(processor: Processor) -> frozenset[int]:
+    """Return the ids of every token that stands for an image, a video or audio, or frames one."""
+    added = added_tokens(getattr(processor, "tokenizer", None))
+    return vision_token_ids(processor) | {added[token] for token in media_token_strings(processor) if token in added}
+
+
+def placeholder_ids(processor: Processor) -> frozenset[int]:
+    """Return the ids that are repeated for the embeddings of media."""
+    found = (_placeholder_id(processor, medium) for medium in MEDIA_TYPES)
+    return frozenset(token_id for token_id in found if token_id is not None)
+
+
+def _placeholder_id(processor: Processor, medium: str) -> int | None:
+    """Return the id of the token that is repeated for each embedding of a medium, if it can be found."""
+    tokenizer = getattr(processor, "tokenizer", None)
+    owners = (processor, getattr(processor, "config", None), tokenizer, getattr(tokenizer, "config", None))
+    for owner in owners:
+        for name in (f"{medium}_token_id", f"{medium}_token_index", f"{medium}_token"):
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+            if isinstance(value, str) and (token_id := _token_id(tokenizer, value)) is not None:
+                return token_id
+    found = (_token_id(tokenizer, token) for token in (f"<|{medium}_pad|>", f"<{medium}>", f"<|{medium}|>"))
+    return next((token_id for token_id in found if token_id is not None), None)
+
+
+def check_media_tokens(processor: Processor, input_ids: torch.Tensor, sample: Mapping[str, Any]) -> None:
+    """Raise `BadSampleError` when ids [S] hold another number of media tokens than the grids ask for."""
+    grids = {medium: sample.get(key) for medium, key, _ in _GRIDS}
+    if all(grid is None for grid in grids.values()):
+        return
+    tokens = {medium: _placeholder_id(processor, medium) for medium in grids}
+    if any(grid is not None and tokens[medium] is None for medium, grid in grids.items()):
+        return
+    first = 1 if type(processor).__name__ in _TIME_POOLED else 0
+    expected = 0
+    for medium, _, part in _GRIDS:
+        merge = getattr(getattr(processor, part, None), "merge_size", None) or 2
+        per_token = merge[0] * merge[1] if isinstance(merge, (tuple, list)) else merge**2
+        rows = () if grids[medium] is None else grids[medium].tolist()
+        expected += sum(prod(row[first:]) // per_token for row in rows)
+    # Both tokens, whatever the grids: some families write the frames of a video with the image token.
+    ids, known = input_ids.numpy(), {token_id for token_id in tokens.values() if token_id is not None}
+    found = sum(int(np.count_nonzero(ids == token_id)) for token_id in known)
+    if found != expected:
+        raise BadSampleError(
+            "encode",
+            "media_token_mismatch",
+            f"The sequence holds {found} image and video tokens, but the grids ask for {expected}; the model would "
+            "refuse it.",
+        )
+
+
+def _holds(token: str, parts: tuple[str, ...]) -> bool:
+    return any(part in token.lower() for part in parts)
+
+
+def _token_id(tokenizer: Any, token: str) -> int | None:
+    try:
+        token_id = tokenizer.convert_tokens_to_ids(token)
+    except Exception:  # tokenizers answer unknown tokens with an id, with None, or with any error
+        return None
+    known = isinstance(token_id, int) and token_id != getattr(tokenizer, "unk_token_id", None)
+    return token_id if known else None
+
+
+@dataclass(slots=True)
+class TypedMarkers:
+    """The control strings that one conversation's texts hold, in the order of their private characters."""
+
+    strings: list[str] = field(default_factory=list)
+
+    def character(self, marker: str) -> str:
+        """Return the private character that stands for the string."""
+        if marker not in self.strings:
+            self.strings.append(marker)
+        return chr(_PRIVATE_BEGIN + self.strings.index(marker))
+
+
+def disguise(conversation: Conversation, chat: ChatFormat) -> tuple[Conversation, TypedMarkers | None]:
+    """Return the conversation with typed control strings replaced; the same object when there are none."""
+    control = chat.control
+    if control is None:
+        return conversation, None
+    texts = _strings(conversation)
+    whole = "".join(texts)
+    # Single characters are found much faster than a pattern, and most texts hold none of them.
+    if not any(sign in whole for sign in chat.control_signs):
+        return conversation, None
+    _refuse_split_markers(conversation, control)
+    if not any(map(control.search, texts)):
+        return conversation, None
+    if any(map(_PRIVATE.search, texts)):
+        raise BadSampleError(
+            "encode", "reserved_character", "The text holds control tokens and characters of U+10F000..U+10FFFF."
+        )
+    markers = TypedMarkers()
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, str):
+            return control.sub(lambda match: markers.character(match.group()), value)
+        if isinstance(value, dict):
+            return {key: item if key in _KEPT_KEYS else replace(item) for key, item in value.items()}
+        return [replace(item) for item in value] if isinstance(value, list) else value
+
+    return replace(conversation), markers
+
+
+def _refuse_split_markers(conversation: Conversation, control: re.Pattern[str]) -> None:
+    """Raise where the texts of a turn hold a control string only together: templates write them side by side."""
+    for message in conversation:
+        content = message.get("content")
+        items = content if isinstance(content, list) else []
+        texts = [item.get("text") if isinstance(item, dict) and item.get("type") == "text" else None for item in items]
+        for is_text, run in groupby(texts, key=lambda text: isinstance(text, str)):
+            pieces = [str(text) for text in run]
+            if is_text and len(control.findall("".join(pieces))) > sum(len(control.findall(piece)) for piece in pieces):
+                raise BadSampleError(
+                    "encode",
+                    "typed_markers",
+                    "Texts of one turn spell a control token together, which would make a turn or a medium that nobody "
+                    "sent. Join them into one text, which is then written as text.",
+                )
+
+
+def _strings(conversation: Conversation) -> list[str]:
+    """Return all strings that may hold typed markers, in no order."""
+    found: list[str] = []
+    left: list[Any] = list(conversation)
+    for value in left:  # it grows on the way
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if key not in _KEPT_KEYS:
+                    (found if isinstance(item, str) else left).append(item)
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, str):
+            found.append(value)
+    return found
+
+
+def splice_plain(
+    processor: Processor, text: str, ids: npt.NDArray[np.int64], markers: TypedMarkers
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return ids in which typed strings are plain text, and for each of them its old position (-1: it is new)."""
+    tokenizer = tokenizer_of(processor)
+    added = sorted(map(str, tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+    pieces = re.split("|".join(map(re.escape, added)), text) if added else [text]
+    out: list[npt.NDArray[np.int64]] = []
+    origin: list[npt.NDArray[np.int64]] = []
+    cursor = 0
+    for piece in filter(_PRIVATE.search, pieces):
+        begin, end = _find_piece(tokenizer, piece, ids, cursor)
+        plain = _plain_ids(tokenizer, piece, markers)
+        out += [ids[cursor:begin], plain]
+        origin += [np.arange(cursor, begin), np.full(len(plain), -1)]
+        cursor = end
+    return np.concatenate([*out, ids[cursor:]]), np.concatenate([*origin, np.arange(cursor, len(ids))])
+
+
+def _find_piece(tokenizer: Any, piece: str, ids: npt.NDArray[np.int64], cursor: int) -> tuple[int, int]:
+    for form in (piece, piece.lstrip(), piece.rstrip(), piece.strip()):  # some tokens swallow blanks beside them
+        pattern = _encode(tokenizer, form)
+        windows = np.lib.stride_tricks.sliding_window_view(ids, len(pattern)) if len(pattern) <= len(ids) else ids[:0]
+        hits: Any = np.flatnonzero((windows[cursor:] == pattern).all(axis=-1)) if len(windows) else []
+        if len(hits):
+            return cursor + int(hits[0]), cursor + int(hits[0]) + len(pattern)
+    raise BadSampleError(
+        "encode",
+        "typed_markers",
+        "A text holds control tokens and this tokenizer does not let them be written as text.",
+    )
+
+
+def _plain_ids(tokenizer: Any, piece: str, markers: TypedMarkers) -> npt.NDArray[np.int64]:
+    parts = [""]
+    for character in re.split("([\U0010f000-\U0010ffff])", piece):
+        if not _PRIVATE.fullmatch(character):
+            parts[-1] += character
+            continue
+        marker = markers.strings[ord(character) - _PRIVATE_BEGIN]
+        parts[-1] += marker[0]
+        parts.append(marker[1:])
+    return np.concatenate([_encode(tokenizer, part) for part in parts if part])
+
+
+def _encode(tokenizer: Any, text: str) -> npt.NDArray[np.int64]:
+    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
