@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from vlm_stream.testing.conformance import Run, check, launch
-from vlm_stream.testing.conformance.compare import compare_batches
-from vlm_stream.testing.conformance.expect import own_loop
+from vlm_stream.testing.conformance.compare import compare_batches, own_loop
 
 pytestmark = pytest.mark.trainers
 

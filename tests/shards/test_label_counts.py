@@ -29,7 +29,7 @@ from vlm_stream.shards.index import decode_index, recounted_index
 from vlm_stream.shards.rows import SampleCounts
 from vlm_stream.storage import open_store
 from vlm_stream.testing import FAMILIES, build_processor, make_jpeg, make_mp4, make_wav
-from vlm_stream.testing.toy_samples import MEDIA_OF_FAMILY
+from vlm_stream.testing.toy_data import MEDIA_OF_FAMILY
 
 pytestmark = [  # inside transformers
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.commands.common import add_output_arguments, open_console, print_json
-from vlm_stream.commands.saved_state import add_state_argument, read_saved_state
-from vlm_stream.commands.stream_arguments import add_stream_arguments, loader_arguments, split_options
+from vlm_stream.commands import arguments, output
 from vlm_stream.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -15,11 +13,9 @@ if TYPE_CHECKING:
     from vlm_stream.plan import PlannedSample, Planner, Ref
     from vlm_stream.stream.datasets import OpenDatasets
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
 
-NAME: Final = "where"
 _ANY_WIDTH: Final = 10_000
-HELP: Final = "which samples a step holds, or at which step and rank a sample is delivered"
 EXAMPLES: Final = """\
 examples:
   where shards/ --config recipe.yaml --world 64 --step 41200 --rank 13
@@ -30,13 +26,13 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    add_stream_arguments(parser)
+    arguments.add_stream_arguments(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--step", type=int, metavar="N", help="name the samples of this step")
     what.add_argument("--key", metavar="K", help="find the next delivery of the sample with this key")
     parser.add_argument("--rank", type=int, metavar="R", help="of this rank alone")
-    add_state_argument(parser)
-    add_output_arguments(parser)
+    arguments.add_state_argument(parser)
+    arguments.add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,10 +40,10 @@ def run(args: argparse.Namespace) -> int:
     from vlm_stream.plan import find_sample, samples_of_step
     from vlm_stream.stream import StreamOptions, normalise_sources, open_planner, open_processor
 
-    sources, processor, options = split_options(loader_arguments(args))
+    sources, processor, options = arguments.split_options(arguments.loader_arguments(args))
     parsed = StreamOptions.parse(options)
     named = None if processor is None else open_processor(processor)
-    state, epochs_before = read_saved_state(args.state, parsed)
+    state, epochs_before = arguments.read_saved_state(args.state, parsed)
     datasets, planner, _ = open_planner(normalise_sources(sources), parsed, named, epochs_before=epochs_before)
     shape = parsed.shape(args.world or 1)
     if args.rank is not None and not 0 <= args.rank < shape.world_size:
@@ -63,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         found = () if delivery is None else (delivery,)
     lines = [_line(delivery, planner, datasets) for delivery in found]
     if args.json:
-        print_json({"samples": lines})
+        output.print_json({"samples": lines})
     else:
         _print(lines)
     return 0 if lines else 1
@@ -96,7 +92,7 @@ def _print(lines: list[dict[str, Any]]) -> None:
     table = Table(*names)
     for line in lines:
         table.add_row(*(str(line[name]) for name in names))
-    console = open_console()
+    console = output.open_console()
     # Names are there to be copied: wider than the terminal rather than cut.
     console.width = max(
         console.width, Measurement.get(console, console.options.update(width=_ANY_WIDTH), table).maximum

@@ -6,8 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import ConfigError, nearest_name
-from vlm_stream.testing.parts import transformers_class
-from vlm_stream.testing.processors import build_processor
+from vlm_stream.testing.processors import build_processor, transformers_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
