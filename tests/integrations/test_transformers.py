@@ -326,7 +326,7 @@ def make_trainer(make_loader, make_model, folder, kind=StreamTrainer, **changes)
     [
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps=1, but the loader plans .* micro_batches=2"),
         ({"train_sampling_strategy": "group_by_length"}, "'group_by_length' would be ignored, .* mode='grouped'"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size=True would begin anew with the same batches"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True would begin again with the same batches"),
         ({"data_collator": lambda rows: rows[0]}, "data_collator is given, .* give the StreamLoader a collate_fn"),
     ],
 )

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.options import RUN_ARGUMENTS, LoaderOptions, flag_fields
+from vlm_stream.options import RUN_ARGUMENTS, LoaderOptions, StreamOptions, flag_fields
 from vlm_stream.recipe import load_config
 
 if TYPE_CHECKING:
-    from vlm_stream.options import StreamOptions
     from vlm_stream.storage import StoreOptions
 
 __all__ = [
@@ -150,11 +149,11 @@ def loader_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def split_options(arguments: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+def split_options(arguments: dict[str, Any]) -> tuple[Any, Any, StreamOptions]:
     """Return sources, processor and the options of a stream, without what only a running loader needs."""
     others = (*RUN_ARGUMENTS, *(option.name for option in fields(LoaderOptions)))
     options = {name: value for name, value in arguments.items() if name not in others}
-    return arguments["sources"], arguments.get("processor"), options
+    return arguments["sources"], arguments.get("processor"), StreamOptions.parse(options)
 
 
 def add_state_argument(parser: argparse.ArgumentParser) -> None:

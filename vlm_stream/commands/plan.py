@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.commands import arguments, output
 from vlm_stream.errors import ConfigError
+from vlm_stream.recipe import normalise_sources
 
 if TYPE_CHECKING:
     import argparse
@@ -64,15 +65,13 @@ def _columns(sweeps: list[str]) -> dict[str, dict[str, Any]]:
 
 def _report(given: dict[str, Any], args: argparse.Namespace) -> PlanReport:
     from vlm_stream.plan import plan_report
-    from vlm_stream.stream import StreamOptions, normalise_sources, open_planner, open_processor
+    from vlm_stream.stream import open_planner, open_processor
 
     sources, processor, options = arguments.split_options(given)
-    parsed = StreamOptions.parse(options)
-    named = None if processor is None else open_processor(processor)
-    _, planner, _ = open_planner(normalise_sources(sources), parsed, named)
-    if args.max_steps is None and parsed.epochs is None:
+    _, planner, _ = open_planner(normalise_sources(sources), options, open_processor(processor))
+    if args.max_steps is None and options.epochs is None:
         raise ConfigError("the plan has no end (epochs is null), so it cannot be added up; give --max-steps")
-    return plan_report(planner, parsed.shape(args.world or 1), max_steps=args.max_steps)
+    return plan_report(planner, options.shape(args.world or 1), max_steps=args.max_steps)
 
 
 def _print(reports: dict[str, PlanReport]) -> None:

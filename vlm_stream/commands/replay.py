@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from vlm_stream.commands import arguments, output
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Rebuild and save."""
     import torch
 
-    from vlm_stream.stream import StreamOptions, VLMStream
+    from vlm_stream.stream import VLMStream
 
     sources, processor, options = arguments.split_options(arguments.loader_arguments(args))
     if processor is None:
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     stream = VLMStream(
         sources,
         processor=processor,
-        options=StreamOptions.parse(options | {"with_refs": True}),
+        options=replace(options, with_refs=True),
         rank=args.rank,
         world_size=args.world or 1,
     )

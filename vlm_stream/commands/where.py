@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.commands import arguments, output
 from vlm_stream.errors import ConfigError, InputError
+from vlm_stream.recipe import normalise_sources
 
 if TYPE_CHECKING:
     import argparse
@@ -38,14 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer; exit code 1 when a key is not delivered any more."""
     from vlm_stream.plan import find_sample, samples_of_step
-    from vlm_stream.stream import StreamOptions, normalise_sources, open_planner, open_processor
+    from vlm_stream.stream import open_planner, open_processor
 
     sources, processor, options = arguments.split_options(arguments.loader_arguments(args))
-    parsed = StreamOptions.parse(options)
-    named = None if processor is None else open_processor(processor)
-    state, epochs_before = arguments.read_saved_state(args.state, parsed)
-    datasets, planner, _ = open_planner(normalise_sources(sources), parsed, named, epochs_before=epochs_before)
-    shape = parsed.shape(args.world or 1)
+    state, epochs_before = arguments.read_saved_state(args.state, options)
+    datasets, planner, _ = open_planner(
+        normalise_sources(sources), options, open_processor(processor), epochs_before=epochs_before
+    )
+    shape = options.shape(args.world or 1)
     if args.rank is not None and not 0 <= args.rank < shape.world_size:
         raise ConfigError(
             f"there is no rank {args.rank} among {shape.world_size}, so no sample goes to it; ranks count from 0, and "

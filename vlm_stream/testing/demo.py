@@ -79,8 +79,10 @@ def _make_shards(out: Path, num_samples: int, console: Console) -> tuple[Path, A
 
 
 def _show_plan(shards: Path, picture: Path, console: Console) -> None:
+    from vlm_stream.options import StreamOptions
     from vlm_stream.plan import plan_report
-    from vlm_stream.stream import StreamOptions, normalise_sources, open_planner
+    from vlm_stream.recipe import normalise_sources
+    from vlm_stream.stream import open_planner
 
     console.rule("3. the plan, from the index alone")
     options = StreamOptions(pack_size=_PACK_SIZE)

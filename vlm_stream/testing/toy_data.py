@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from vlm_stream.errors import ConfigError
+from vlm_stream.testing.families import FAMILY_PARTS
 from vlm_stream.testing.toy_media import (
     ClipSpec,
     make_grey_jpeg,
@@ -168,22 +169,9 @@ def _write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-MEDIA_OF_FAMILY: Final[dict[str, tuple[str, ...]]] = {
-    "gemma3": ("image",),
-    "gemma4": ("image", "video", "audio"),
-    "gemma4_unified": ("image", "video", "audio"),
-    "glm46v": ("image", "video"),
-    "internvl": ("image", "video"),
-    "kimi_k25": ("image", "video"),
-    "llava_onevision": ("image", "video"),
-    "nemotron_h_omni": ("image", "video", "audio"),
-    "phi4_multimodal": ("image", "audio"),
-    "qwen2_5_vl": ("image", "video"),
-    "qwen2_vl": ("image", "video"),
-    "qwen3_omni_moe": ("image", "video", "audio"),
-    "qwen3_vl": ("image", "video"),
-    "smolvlm": ("image", "video"),
-    "step3p7": ("image",),
+MEDIA_OF_FAMILY: Final = {
+    name: ("image", *(kind for kind in ("video", "audio") if getattr(family, kind) is not None))
+    for name, family in FAMILY_PARTS.items()
 }
 """What each family of `build_processor` reads."""
 
