@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlm_stream.testing import FAMILIES, build_processor
-from vlm_stream.testing.toy_samples import MEDIA_OF_FAMILY, encode_toy_sample, make_toy_sample
+from vlm_stream.testing.toy_data import MEDIA_OF_FAMILY, encode_toy_sample, make_toy_sample
 from vlm_stream.tokens import TextCounter, count_tokens, make_columns
 
 

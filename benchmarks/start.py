@@ -28,7 +28,7 @@ import numpy as np
 from vlm_stream import StreamLoader, make_shards
 from vlm_stream.storage import StoreOptions
 from vlm_stream.testing import build_processor, make_toy_dataset
-from vlm_stream.testing.toy_images import make_toy_pixels
+from vlm_stream.testing.toy_media import make_toy_pixels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from vlm_stream import StreamLoader, VLMStream
 from vlm_stream.collate import pad_collate_fn
 from vlm_stream.errors import ConfigError, DatasetError, StateError
-from vlm_stream.stream import StreamOptions
+from vlm_stream.options import StreamOptions
 from vlm_stream.testing import build_tiny_model
 
 PACKED = {"pack_size": 1024, "with_refs": True}

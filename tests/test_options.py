@@ -6,8 +6,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from vlm_stream.packs import ATTENTION_FORMS
 
+from vlm_stream.collate import ATTENTION_FORMS
 from vlm_stream.errors import ConfigError
 from vlm_stream.options import LoaderOptions, StreamOptions, flag_fields, parse_keywords
 from vlm_stream.plan import CostConfig, costs_of_model

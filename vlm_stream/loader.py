@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vlm_stream.blueprint import Planned
     from vlm_stream.build import Delivery
     from vlm_stream.dispatch import Dispatcher
-    from vlm_stream.options import LoaderOptions, StreamOptions
+    from vlm_stream.options import StreamOptions
     from vlm_stream.recipe import Sources
     from vlm_stream.world import World
 
@@ -157,7 +157,7 @@ class StreamLoader:
             own = f".rank{world.rank}" if world.size > 1 else ""
             self.ledger.path = path.with_name(path.stem + own + path.suffix)
         state = self._place.plan_state()
-        open_plan = partial(self.stream.plan, self._place.rounds)
+        open_plan = partial(self.stream.plan, self._place.rounds * (self.options.epochs or 0))
         iteration = Iteration(self, world, open_plan, state, self._workers, self._feed)
         self._running = weakref.ref(iteration)
         return iteration
@@ -240,7 +240,7 @@ class StreamLoader:
             raise TypeError("this loader has no end (epochs=None or stop='never'), so its batches cannot be counted")
         is_train = self.options.train
         state = self._state(self._place) if is_train else RunState()
-        counts = count_rounds(self.stream.plan(state.rounds), self.world.size, state)
+        counts = count_rounds(self.stream.plan(state.rounds * (self.options.epochs or 0)), self.world.size, state)
         found = [count.micro_batches for count in itertools.islice(counts, rounds if is_train else 1)]
         return found if is_train else found * rounds
 

@@ -109,12 +109,12 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         _refuse_wrong_consumers(sys._getframe(1))
         return self._batches()
 
-    def plan(self, rounds: int = 0) -> Plan:
-        """Return the plan of an iteration, opened once; `rounds` iterations came before it."""
+    def plan(self, epochs_before: int = 0) -> Plan:
+        """Return the plan, opened once; `epochs_before` epochs were delivered by earlier iterations."""
         if self._opened is None:
             processor = open_processor(self.processor)
             self._opened = open_plan(self.sources, self.options, processor, given=self.processor)
-        return self._opened.after(rounds * (self.options.epochs or 0))
+        return self._opened.after(epochs_before)
 
     def deliveries(
         self,
@@ -136,9 +136,9 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         wanted = itertools.islice(plan.blueprints(world or self.world, state), first, None, stride)
         return build_inline(wanted, plan.build, self.options.prefetch_bytes)
 
-    def replay(self, step: int, state: dict[str, Any] | None = None, *, rounds: int = 0) -> Iterator[Delivery]:
+    def replay(self, step: int, state: dict[str, Any] | None = None, *, epochs_before: int = 0) -> Iterator[Delivery]:
         """Yield the batches of one step again, without those before it: planned ahead from a state or the start."""
-        plan = self.plan(rounds)
+        plan = self.plan(epochs_before)
         with Builder(plan.build) as builder:
             for planned in plan.replay(self.world, step, state):
                 yield builder.build(planned.blueprint)

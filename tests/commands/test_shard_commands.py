@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from vlm_stream.cli import main
-from vlm_stream.commands.common import human_bytes, parse_bytes, parse_mapping
-from vlm_stream.commands.progress import Progress
+from vlm_stream.commands.arguments import parse_bytes, parse_mapping
+from vlm_stream.commands.output import Progress, human_bytes
 from vlm_stream.convert import dataset_stats
 from vlm_stream.errors import ConfigError
 from vlm_stream.testing import build_processor, make_toy_dataset

@@ -20,7 +20,7 @@ from vlm_stream.errors import BadSampleError, DatasetError
 from vlm_stream.format import decode_index, load_manifest, read_index, to_conversation
 from vlm_stream.storage import open_store
 from vlm_stream.testing import FAMILIES, build_processor, make_jpeg, make_mp4, make_wav
-from vlm_stream.testing.toy_samples import MEDIA_OF_FAMILY
+from vlm_stream.testing.toy_data import MEDIA_OF_FAMILY
 
 pytestmark = [  # inside transformers
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from vlm_stream.testing.parts import transformers_class
 
 from vlm_stream.encode import IGNORE, Encoder
 from vlm_stream.testing import make_toy_image
-from vlm_stream.testing.parts import transformers_class
 from vlm_stream.testing.tokenizer import train_tokenizer
 
 TURN = (

@@ -18,7 +18,7 @@ from vlm_stream.integrations.automodel_rows import PackedRows
 from vlm_stream.testing import build_tiny_model
 from vlm_stream.testing.conformance import Records, Run, check, record
 from vlm_stream.testing.conformance.compare import compare_gradients
-from vlm_stream.testing.conformance.data import PACK_SIZE
+from vlm_stream.testing.conformance.run import PACK_SIZE
 
 NEVER = 10_000
 

@@ -8,9 +8,9 @@ from functools import partial
 
 import ray.train
 import torch.distributed as dist
-from vlm_stream.stream.world import find_world
 
 from examples import ray_train
+from vlm_stream.world import find_world
 
 
 def train(run):

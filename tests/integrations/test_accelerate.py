@@ -14,7 +14,7 @@ from vlm_stream.errors import ConfigError
 from vlm_stream.integrations.accelerate import loss_scale, register
 from vlm_stream.testing import build_tiny_model
 from vlm_stream.testing.conformance import Run, check, launch
-from vlm_stream.testing.conformance.expect import own_loop
+from vlm_stream.testing.conformance.compare import own_loop
 from vlm_stream.testing.conformance.record import digests
 
 

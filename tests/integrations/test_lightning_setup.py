@@ -26,10 +26,9 @@ from tests.integrations.lightning_modules import (
 )
 from vlm_stream.errors import ConfigError
 from vlm_stream.integrations.lightning import StreamCallback, step_loss
-from vlm_stream.stream import RunState
+from vlm_stream.state import RunState
 from vlm_stream.testing.conformance import LaunchError, Run, check, launch
-from vlm_stream.testing.conformance.compare import compare_batches
-from vlm_stream.testing.conformance.expect import own_loop
+from vlm_stream.testing.conformance.compare import compare_batches, own_loop
 
 pytestmark = WARNINGS
 

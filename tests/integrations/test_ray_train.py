@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from vlm_stream.testing.conformance import Run, check, launch
-from vlm_stream.testing.conformance.compare import compare_batches
-from vlm_stream.testing.conformance.expect import own_loop
+from vlm_stream.testing.conformance.compare import compare_batches, own_loop
 
 pytestmark = pytest.mark.trainers
 
@@ -39,7 +38,7 @@ def test_ray_restores_a_killed_worker_and_a_loader_from_the_driver_goes_on(confo
 
 @pytest.mark.parametrize("api", ["0", "1"])
 def test_a_process_that_only_imports_ray_train_is_none_of_its_workers(api):
-    code = "import ray.train; from vlm_stream.stream.world import find_world; w = find_world(); print(w.rank, w.size)"
+    code = "import ray.train; from vlm_stream.world import find_world; w = find_world(); print(w.rank, w.size)"
     environment = os.environ | {"RAY_TRAIN_V2_ENABLED": api, "RANK": "1", "WORLD_SIZE": "2"}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert found.stdout.split() == ["1", "2"], found.stderr

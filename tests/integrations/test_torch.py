@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlm_stream.testing.conformance import Run, check, launch
-from vlm_stream.testing.conformance.expect import own_loop
+from vlm_stream.testing.conformance.compare import own_loop
 
 
 @pytest.mark.trainers

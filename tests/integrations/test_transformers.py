@@ -16,13 +16,12 @@ from tests.integrations.hf_trainers import NoCounts
 from vlm_stream import StreamLoader, VLMStream
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.integrations import trainer_checks
-from vlm_stream.integrations.state_file import STATE_FILE
+from vlm_stream.integrations.trainer_checks import STATE_FILE
 from vlm_stream.integrations.transformers import StreamMixin, StreamTrainer
 from vlm_stream.testing import build_tiny_model
 from vlm_stream.testing.conformance import Run, check, launch
-from vlm_stream.testing.conformance.compare import compare_gradients
-from vlm_stream.testing.conformance.data import open_processor
-from vlm_stream.testing.conformance.expect import first_gradients, own_loop
+from vlm_stream.testing.conformance.compare import compare_gradients, first_gradients, own_loop
+from vlm_stream.testing.conformance.run import open_processor
 
 STEPS = (3, 2, 3)
 """Optimizer steps of the first rounds of `make_loader`: packs are cut anew in each."""
@@ -327,7 +326,7 @@ def make_trainer(make_loader, make_model, folder, kind=StreamTrainer, **changes)
     [
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps=1, but the loader plans .* micro_batches=2"),
         ({"train_sampling_strategy": "group_by_length"}, "'group_by_length' would be ignored, .* mode='grouped'"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size=True would begin anew with the same batches"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True would begin again with the same batches"),
         ({"data_collator": lambda rows: rows[0]}, "data_collator is given, .* give the StreamLoader a collate_fn"),
     ],
 )

@@ -13,7 +13,7 @@ from vlm_stream.errors import ConfigError
 from vlm_stream.integrations.trl import StreamSFTMixin, StreamSFTTrainer
 from vlm_stream.testing import build_tiny_model
 from vlm_stream.testing.conformance import check
-from vlm_stream.testing.conformance.data import open_processor
+from vlm_stream.testing.conformance.run import open_processor
 
 SETTINGS = {
     "optim": "sgd",

@@ -11,7 +11,7 @@ from vlm_stream.errors import BadSampleError, ConfigError, MissingExtraError
 from vlm_stream.media import VideoInfo, decode_frame_list, decode_video, probe_video
 from vlm_stream.media.video import _choose_backend
 from vlm_stream.testing import make_jpeg, make_mp4, make_wav
-from vlm_stream.testing.toy_video import read_frame_number
+from vlm_stream.testing.toy_media import read_frame_number
 
 CLIPS = {
     "gop30_odd": {"num_frames": 91, "gop": 30},

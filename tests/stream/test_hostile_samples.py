@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from vlm_stream.stream.rows import RowBuilder
 
 from tests.hostile import chat, good_samples, hostile_samples, native
 from vlm_stream import StreamLoader
+from vlm_stream.build.rows import RowBuilder
 from vlm_stream.cli import main
 from vlm_stream.convert import IndexOptions, index_tars, make_shards
 from vlm_stream.convert.counting import EstimatingCounter

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from vlm_stream.stream.rows import RowBuilder
 
 from vlm_stream import StreamLoader
+from vlm_stream.build.rows import RowBuilder
 from vlm_stream.encode import Encoder
 from vlm_stream.errors import BadBudgetError, ConfigError
 

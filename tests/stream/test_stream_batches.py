@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from vlm_stream import StreamLoader, VLMStream
 from vlm_stream.errors import BadBudgetError, ConfigError, DatasetError, StateError
-from vlm_stream.stream import StreamOptions
+from vlm_stream.options import StreamOptions
 from vlm_stream.testing import build_tiny_model
 
 

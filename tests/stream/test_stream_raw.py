@@ -7,9 +7,8 @@ import tarfile
 import pytest
 from torch.utils.data import DataLoader
 
-from vlm_stream import StreamLoader
+from vlm_stream import RawSample, StreamLoader, StreamOptions, VLMStream
 from vlm_stream.errors import ConfigError
-from vlm_stream.stream import RawSample, StreamOptions, VLMStream
 
 
 def tar_contents(shards):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vlm_stream.stream.state import STATE_KEY, RunState, _checksum
 
 from vlm_stream import StreamLoader, VLMStream
 from vlm_stream.errors import StateError
+from vlm_stream.state import STATE_KEY, RunState, _checksum
 
 OPTIONS = {"pack_size": 1024, "micro_batches": 2, "batch_size": 2, "horizon": 2, "window": 16}
 

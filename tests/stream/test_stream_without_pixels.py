@@ -14,8 +14,8 @@ from vlm_stream import StreamLoader, VLMStream
 from vlm_stream.convert import index_tars
 from vlm_stream.errors import ConfigError
 from vlm_stream.keys import MEDIA_KEYS
+from vlm_stream.options import StreamOptions
 from vlm_stream.pp_media import VLM_PP_MEDIA_KEY
-from vlm_stream.stream import StreamOptions
 from vlm_stream.testing import build_processor, build_tiny_model, make_jpeg
 
 PIXELS = {"pixel_values", "pixel_values_videos"}

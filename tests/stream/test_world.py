@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from vlm_stream.stream.world import World, find_world
 
 from vlm_stream.errors import ConfigError
+from vlm_stream.world import World, find_world
 
 
 class Mesh:

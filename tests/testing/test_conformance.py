@@ -8,13 +8,14 @@ import torch
 from vlm_stream.errors import ConfigError
 from vlm_stream.testing.conformance import CHECKS, ConformanceError, LaunchError, Report, Run, check, launch, make_data
 from vlm_stream.testing.conformance.compare import (
+    Given,
     compare_batches,
     compare_evaluations,
     compare_gradients,
     compare_numbers,
     compare_ranks,
+    own_loop,
 )
-from vlm_stream.testing.conformance.expect import Given, own_loop
 from vlm_stream.testing.conformance.record import digest, digests
 
 ONCE = {"resume": "not asked here", "world": "not asked here"}

@@ -13,7 +13,7 @@ from transformers import AutoProcessor
 
 from vlm_stream.errors import ConfigError, MissingExtraError
 from vlm_stream.testing import FAMILIES, build_processor
-from vlm_stream.testing.parts import transformers_class
+from vlm_stream.testing.processors import transformers_class
 
 CHAT = [
     {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},

@@ -23,7 +23,7 @@ from vlm_stream.testing import (
     make_rotated_jpeg,
     make_wav,
 )
-from vlm_stream.testing.toy_video import read_frame_number
+from vlm_stream.testing.toy_media import read_frame_number
 
 
 @pytest.mark.parametrize(

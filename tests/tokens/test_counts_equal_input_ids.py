@@ -9,7 +9,7 @@ import pytest
 
 from vlm_stream.errors import BadSampleError
 from vlm_stream.testing import FAMILIES, build_processor, make_toy_image
-from vlm_stream.testing.toy_samples import MEDIA_OF_FAMILY, ToySample, encode_toy_sample, make_toy_sample
+from vlm_stream.testing.toy_data import MEDIA_OF_FAMILY, ToySample, encode_toy_sample, make_toy_sample
 from vlm_stream.tokens import (
     FAKE_IMAGE_SIZE,
     FrameRule,

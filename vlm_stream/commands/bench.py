@@ -7,17 +7,14 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.commands.common import add_output_arguments, open_console, print_json, print_table
-from vlm_stream.commands.stream_arguments import add_stream_arguments, loader_arguments
+from vlm_stream.commands import arguments, output
 from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
 
-NAME: Final = "bench"
-HELP: Final = "run a loader without a model: samples/s, tokens/s, fill, time per stage"
 EXAMPLES: Final = """\
 examples:
   bench recipe.yaml --batches 200
@@ -29,22 +26,22 @@ _LINE_S: Final = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    add_stream_arguments(parser)
+    arguments.add_stream_arguments(parser)
     parser.add_argument("--batches", type=int, metavar="N", help="stop after N batches (default: an epoch)")
     parser.add_argument("--seconds", type=float, metavar="S", help="stop after S seconds")
-    add_output_arguments(parser)
+    arguments.add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Load batches and throw them away; print the numbers live and at the end."""
     from vlm_stream.loader import StreamLoader
 
-    arguments = loader_arguments(args)
-    if "processor" not in arguments:
+    given = arguments.loader_arguments(args)
+    if "processor" not in given:
         raise ConfigError("batches cannot be encoded without a processor; name it with --processor or in the recipe")
     if args.world is not None:
-        arguments |= {"rank": arguments.get("rank", 0), "world_size": args.world}
-    loader = StreamLoader(**arguments)
+        given |= {"rank": given.get("rank", 0), "world_size": args.world}
+    loader = StreamLoader(**given)
     show = _Live(enabled=not (args.json or args.quiet))
     begin = time.monotonic()
     with show:
@@ -54,16 +51,16 @@ def run(args: argparse.Namespace) -> int:
                 break
         numbers = loader.metrics() | {"seconds": time.monotonic() - begin}
     if args.json:
-        print_json(numbers | {"bad_by_reason": loader.ledger.by_reason()})
+        output.print_json(numbers | {"bad_by_reason": loader.ledger.by_reason()})
     else:
-        print_table("bench", {name: _shown(value) for name, value in numbers.items()})
+        output.print_table("bench", {name: _shown(value) for name, value in numbers.items()})
         for line in loader.ledger.newest:
-            open_console(stderr=True).print(f"bad: {line}")
+            output.open_console(stderr=True).print(f"bad: {line}")
     return 0
 
 
 class _Live:
-    """A table that is drawn anew on a terminal, a line now and then elsewhere."""
+    """A table that is drawn again on a terminal, a line now and then elsewhere."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -74,7 +71,7 @@ class _Live:
         if self._enabled and sys.stderr.isatty():
             from rich.live import Live
 
-            self._live = Live(console=open_console(stderr=True), transient=True)
+            self._live = Live(console=output.open_console(stderr=True), transient=True)
             self._live.start()
         return self
 

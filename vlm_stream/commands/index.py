@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from vlm_stream.commands.common import (
-    add_output_arguments,
-    add_store_arguments,
-    add_workers_argument,
-    human_bytes,
-    parse_mapping,
-    print_json,
-    print_table,
-    store_options,
-)
-from vlm_stream.commands.progress import Progress
+from vlm_stream.commands import arguments, output
 
 if TYPE_CHECKING:
     import argparse
 
     from vlm_stream.format import FieldMap
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
 
-NAME: Final = "index"
-HELP: Final = "write indexes and a manifest for tars made elsewhere (one pass; no tar is rewritten)"
 EXAMPLES: Final = """\
 examples:
   index 's3://bucket/cc3m/{00000..00331}.tar'
@@ -39,15 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="URL", help="where indexes and manifest go (default: beside the tars)")
     parser.add_argument("--processor", metavar="NAME_OR_PATH", help="count text tokens exactly")
     parser.add_argument("--overwrite", action="store_true", help="replace indexes and manifest that are there")
-    add_workers_argument(parser)
+    arguments.add_workers_argument(parser)
     group = parser.add_argument_group("layout (default: as the first sample shows)")
     group.add_argument("--layout", choices=("native", "sharegpt", "caption"))
     group.add_argument("--columns", metavar="NAME=FIELD,...", help="sharegpt: fields of the .json")
     group.add_argument("--tags", metavar="NAME=VALUE,...", help="sharegpt: role keys and roles")
     group.add_argument("--caption", metavar="MEMBER", help="caption: txt, or json:FIELD")
     group.add_argument("--prompt", help="caption: what the user asks")
-    add_store_arguments(parser)
-    add_output_arguments(parser)
+    arguments.add_store_arguments(parser)
+    arguments.add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
         processor=args.processor,
         workers=args.workers,
         overwrite=args.overwrite,
-        store=store_options(args),
+        store=arguments.store_options(args),
     )
-    with Progress("index", enabled=not (args.json or args.quiet)) as progress:
+    with output.Progress("index", enabled=not (args.json or args.quiet)) as progress:
         manifest = index_tars(
             args.urls,
             options,
@@ -74,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         from dataclasses import asdict
 
-        print_json(
+        output.print_json(
             {
                 "digest": manifest.digest,
                 "dropped": manifest.dropped,
@@ -92,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
             "videos": f"{totals.videos:,}",
             "audios": f"{totals.audios:,}",
             f"text tokens ({manifest.tokens.kind})": f"{totals.text_tokens:,}",
-            "bytes": human_bytes(totals.bytes),
+            "bytes": output.human_bytes(totals.bytes),
             "left out": f"{sum(manifest.dropped.values()):,}",
         }
-        print_table("index", rows | {f"  {reason}": f"{count:,}" for reason, count in manifest.dropped.items()})
+        output.print_table("index", rows | {f"  {reason}": f"{count:,}" for reason, count in manifest.dropped.items()})
     return 0 if totals.samples else 1
 
 
@@ -105,8 +93,8 @@ def _fields(args: argparse.Namespace) -> FieldMap | None:
     from vlm_stream.format import FieldMap
 
     named = {
-        "columns": parse_mapping(args.columns),
-        "tags": parse_mapping(args.tags),
+        "columns": arguments.parse_mapping(args.columns),
+        "tags": arguments.parse_mapping(args.tags),
         "caption": args.caption,
         "prompt": args.prompt,
     }

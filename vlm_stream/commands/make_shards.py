@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from vlm_stream.commands.common import (
-    add_output_arguments,
-    add_store_arguments,
-    add_workers_argument,
-    human_bytes,
-    parse_bytes,
-    parse_mapping,
-    print_json,
-    print_table,
-    store_options,
-)
-from vlm_stream.commands.progress import Progress
+from vlm_stream.commands import arguments, output
 
 if TYPE_CHECKING:
     import argparse
 
     from vlm_stream.convert import ShardOptions, ShardReport
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
 
-NAME: Final = "make-shards"
-HELP: Final = "turn a meta file, a JSON array or JSON lines into indexed WebDataset shards"
 EXAMPLES: Final = """\
 examples:
   make-shards meta.json out/
@@ -44,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples-per-shard", type=int, default=1000, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--max-shard-bytes",
-        type=parse_bytes,
+        type=arguments.parse_bytes,
         metavar="B",
         help="limit of a tar, such as 1G; costs a pass over the input",
     )
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="shuffle all records before cutting shards")
-    add_workers_argument(parser)
+    arguments.add_workers_argument(parser)
     parser.add_argument("--engine", choices=("local", "ray"), default="local")
     parser.add_argument(
         "--ray-address", metavar="ADDRESS", help="a running Ray cluster; without it one is started here"
@@ -65,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--media-dir", metavar="DIR", help="what media paths of a bare data file are relative to")
     group.add_argument("--confine-media", action="store_true", help="refuse media outside of their media_dir")
     group.add_argument("--bad-budget", type=float, metavar="RATE", help="fail when more than this share is bad")
-    add_store_arguments(parser)
-    add_output_arguments(parser)
+    arguments.add_store_arguments(parser)
+    arguments.add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from vlm_stream.convert import make_shards
 
     keep_freed_memory()
-    with Progress("make-shards", enabled=not (args.json or args.quiet)) as progress:
+    with output.Progress("make-shards", enabled=not (args.json or args.quiet)) as progress:
         report = make_shards(
             args.input,
             args.out,
@@ -88,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
             ),
         )
     if args.json:
-        print_json(report.to_dict())
+        output.print_json(report.to_dict())
     else:
-        print_table(f"{report.out}", summary(report))
+        output.print_table(f"{report.out}", summary(report))
     return 0 if report.totals.samples or not report.num_records else 1
 
 
@@ -105,8 +92,8 @@ def _options(args: argparse.Namespace) -> ShardOptions:
         shuffle=args.shuffle,
         on_mismatch=args.on_mismatch,
         names=tuple(filter(None, args.names.split(","))) if args.names else None,
-        columns=parse_mapping(args.columns),
-        tags=parse_mapping(args.tags),
+        columns=arguments.parse_mapping(args.columns),
+        tags=arguments.parse_mapping(args.tags),
         media_dir=args.media_dir,
         confine_media=args.confine_media,
         workers=args.workers,
@@ -115,7 +102,7 @@ def _options(args: argparse.Namespace) -> ShardOptions:
         resume=args.resume,
         overwrite=args.overwrite,
         bad_budget=args.bad_budget,
-        store=store_options(args),
+        store=arguments.store_options(args),
     )
 
 
@@ -132,7 +119,7 @@ def summary(report: ShardReport) -> dict[str, str]:
         f"text tokens ({report.tokens})": f"{totals.text_tokens:,}",
         **({"  of them labels": f"{totals.label_tokens:,}"} if totals.label_tokens else {}),
         "shards": f"{report.num_shards:,}" + (f" ({report.num_kept} were there)" if report.num_kept else ""),
-        "bytes": human_bytes(totals.bytes),
+        "bytes": output.human_bytes(totals.bytes),
         "dropped": f"{report.num_dropped:,}",
     }
     rows |= {f"  {reason}": f"{count:,}" for reason, count in sorted(report.dropped.items(), key=lambda x: -x[1])}

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.commands.common import add_output_arguments, human_bytes, open_console, print_json
-from vlm_stream.commands.stream_arguments import add_stream_arguments, loader_arguments, split_options
+from vlm_stream.commands import arguments, output
 from vlm_stream.errors import ConfigError
+from vlm_stream.recipe import normalise_sources
 
 if TYPE_CHECKING:
     import argparse
 
     from vlm_stream.plan import PlanReport
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
 
-NAME: Final = "plan"
-HELP: Final = "the dry run: fill, steps, balance and requests of a plan, from the index alone"
 EXAMPLES: Final = """\
 examples:
   plan shards/ --pack-size 8192 --world 64 --micro-batches 4
@@ -27,22 +25,22 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    add_stream_arguments(parser)
+    arguments.add_stream_arguments(parser)
     parser.add_argument("--max-steps", type=int, metavar="N", help="look at the first N steps (default: an epoch)")
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="NAME=A,B", help="one column for each value of an option"
     )
-    add_output_arguments(parser)
+    arguments.add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan once for each column and print the table."""
-    arguments = loader_arguments(args)
+    given = arguments.loader_arguments(args)
     columns = _columns(args.sweep)
-    reports = {title: _report(arguments | changes, args) for title, changes in columns.items()}
+    reports = {title: _report(given | changes, args) for title, changes in columns.items()}
     if args.json:
         plain = {title: report.to_dict() for title, report in reports.items()}
-        print_json(plain if args.sweep else next(iter(plain.values())))
+        output.print_json(plain if args.sweep else next(iter(plain.values())))
     else:
         _print(reports)
     return 0
@@ -65,17 +63,16 @@ def _columns(sweeps: list[str]) -> dict[str, dict[str, Any]]:
     return columns
 
 
-def _report(arguments: dict[str, Any], args: argparse.Namespace) -> PlanReport:
+def _report(given: dict[str, Any], args: argparse.Namespace) -> PlanReport:
     from vlm_stream.plan import plan_report
-    from vlm_stream.stream import StreamOptions, normalise_sources, open_planner, open_processor
+    from vlm_stream.planning import open_plan
+    from vlm_stream.processors import open_processor
 
-    sources, processor, options = split_options(arguments)
-    parsed = StreamOptions.parse(options)
-    named = None if processor is None else open_processor(processor)
-    _, planner, _ = open_planner(normalise_sources(sources), parsed, named)
-    if args.max_steps is None and parsed.epochs is None:
+    sources, processor, options = arguments.split_options(given)
+    planner = open_plan(normalise_sources(sources), options, open_processor(processor)).planner
+    if args.max_steps is None and options.epochs is None:
         raise ConfigError("the plan has no end (epochs is null), so it cannot be added up; give --max-steps")
-    return plan_report(planner, parsed.shape(args.world or 1), max_steps=args.max_steps)
+    return plan_report(planner, options.shape(args.world or 1), max_steps=args.max_steps)
 
 
 def _print(reports: dict[str, PlanReport]) -> None:
@@ -85,7 +82,7 @@ def _print(reports: dict[str, PlanReport]) -> None:
     rows = {title: _rows(report) for title, report in reports.items()}
     for name in next(iter(rows.values())):
         table.add_row(name, *(row[name] for row in rows.values()))
-    open_console().print(table)
+    output.open_console().print(table)
 
 
 def _rows(report: PlanReport) -> dict[str, str]:
@@ -107,6 +104,6 @@ def _rows(report: PlanReport) -> dict[str, str]:
         "live shards": f"{report.live_shards:.0f}",
         "variance inflation": f"{report.variance_inflation:.2f}",
         "requests per sample": f"{report.requests_per_sample:.2f}",
-        "bytes per step": human_bytes(report.bytes_per_step),
-        "state": human_bytes(report.state_bytes),
+        "bytes per step": output.human_bytes(report.bytes_per_step),
+        "state": output.human_bytes(report.state_bytes),
     }

@@ -5,22 +5,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Final
 
-from vlm_stream.commands.common import (
-    add_output_arguments,
-    add_store_arguments,
-    add_workers_argument,
-    print_json,
-    store_options,
-)
-from vlm_stream.commands.progress import Progress
+from vlm_stream.commands import arguments, output
 
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
 
-NAME: Final = "recount"
-HELP: Final = "count the text tokens and labels of a dataset again for another processor; tars are untouched"
 EXAMPLES: Final = """\
 examples:
   recount --processor Qwen/Qwen3-VL-8B-Instruct out/
@@ -31,25 +22,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("dataset", help="folder or URL of the dataset")
     parser.add_argument("--processor", required=True, metavar="NAME_OR_PATH", help="whose chat template and tokenizer")
-    add_workers_argument(parser)
-    add_store_arguments(parser)
-    add_output_arguments(parser)
+    arguments.add_workers_argument(parser)
+    arguments.add_store_arguments(parser)
+    arguments.add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Recount; print before and after. Exit code 1 if the processor refused any sample."""
     from vlm_stream.convert import recount
 
-    with Progress("recount", enabled=not (args.json or args.quiet)) as progress:
+    with output.Progress("recount", enabled=not (args.json or args.quiet)) as progress:
         report = recount(
             args.dataset,
             args.processor,
             workers=args.workers,
-            store=store_options(args),
+            store=arguments.store_options(args),
             on_shard=lambda shard, num_shards: progress.step(num_shards, samples=shard.totals.samples),
         )
     if args.json:
-        print_json(report.to_dict())
+        output.print_json(report.to_dict())
     else:
         for bad in report.refused:
             sys.stdout.write(f"{bad}\n")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from vlm_stream.commands.common import add_output_arguments, open_console, print_json
-from vlm_stream.commands.saved_state import add_state_argument, read_saved_state
-from vlm_stream.commands.stream_arguments import add_stream_arguments, loader_arguments, split_options
+from vlm_stream.commands import arguments, output
 from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
 
-NAME: Final = "replay"
-HELP: Final = "rebuild the batches of one step and rank, bit for bit"
 EXAMPLES: Final = """\
 examples:
   replay --config recipe.yaml --world 64 --rank 13 --step 41200 --out batch.pt
@@ -25,31 +22,31 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    add_stream_arguments(parser)
+    arguments.add_stream_arguments(parser)
     parser.add_argument("--step", type=int, required=True, metavar="N")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="default: %(default)s")
-    add_state_argument(parser)
+    arguments.add_state_argument(parser)
     parser.add_argument("--out", required=True, metavar="FILE", help="where torch.save writes the list of batches")
-    add_output_arguments(parser)
+    arguments.add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Rebuild and save."""
     import torch
 
-    from vlm_stream.stream import StreamOptions, VLMStream
+    from vlm_stream.stream import VLMStream
 
-    sources, processor, options = split_options(loader_arguments(args))
+    sources, processor, options = arguments.split_options(arguments.loader_arguments(args))
     if processor is None:
         raise ConfigError("a batch cannot be encoded without a processor; name it with --processor or in the recipe")
     stream = VLMStream(
         sources,
         processor=processor,
-        options=StreamOptions.parse(options | {"with_refs": True}),
+        options=replace(options, with_refs=True),
         rank=args.rank,
         world_size=args.world or 1,
     )
-    state, epochs_before = read_saved_state(args.state, stream.options)
+    state, epochs_before = arguments.read_saved_state(args.state, stream.options)
     deliveries = list(stream.replay(args.step, state, epochs_before=epochs_before))
     torch.save([dict(delivery.batch) for delivery in deliveries], args.out)
     summary = {
@@ -61,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
         "out": args.out,
     }
     if args.json:
-        print_json(summary)
+        output.print_json(summary)
     else:
-        open_console().print(
+        output.open_console().print(
             f"step {args.step}, rank {args.rank}: {summary['batches']} batches with {summary['samples']} samples -> "
             f"{args.out}" + "".join(f"\nbad: {line}" for line in summary["bad"])
         )

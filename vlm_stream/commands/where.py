@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.commands.common import add_output_arguments, open_console, print_json
-from vlm_stream.commands.saved_state import add_state_argument, read_saved_state
-from vlm_stream.commands.stream_arguments import add_stream_arguments, loader_arguments, split_options
+from vlm_stream.commands import arguments, output
 from vlm_stream.errors import ConfigError, InputError
+from vlm_stream.recipe import normalise_sources
 
 if TYPE_CHECKING:
     import argparse
 
-    from vlm_stream.plan import PlannedSample, Planner, Ref
-    from vlm_stream.stream.datasets import OpenDatasets
+    from vlm_stream.plan import PlannedSample, Ref
+    from vlm_stream.planning import Plan
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
 
-NAME: Final = "where"
 _ANY_WIDTH: Final = 10_000
-HELP: Final = "which samples a step holds, or at which step and rank a sample is delivered"
 EXAMPLES: Final = """\
 examples:
   where shards/ --config recipe.yaml --world 64 --step 41200 --rank 13
@@ -30,62 +27,61 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    add_stream_arguments(parser)
+    arguments.add_stream_arguments(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--step", type=int, metavar="N", help="name the samples of this step")
     what.add_argument("--key", metavar="K", help="find the next delivery of the sample with this key")
     parser.add_argument("--rank", type=int, metavar="R", help="of this rank alone")
-    add_state_argument(parser)
-    add_output_arguments(parser)
+    arguments.add_state_argument(parser)
+    arguments.add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer; exit code 1 when a key is not delivered any more."""
     from vlm_stream.plan import find_sample, samples_of_step
-    from vlm_stream.stream import StreamOptions, normalise_sources, open_planner, open_processor
+    from vlm_stream.planning import open_plan
+    from vlm_stream.processors import open_processor
 
-    sources, processor, options = split_options(loader_arguments(args))
-    parsed = StreamOptions.parse(options)
-    named = None if processor is None else open_processor(processor)
-    state, epochs_before = read_saved_state(args.state, parsed)
-    datasets, planner, _ = open_planner(normalise_sources(sources), parsed, named, epochs_before=epochs_before)
-    shape = parsed.shape(args.world or 1)
+    sources, processor, options = arguments.split_options(arguments.loader_arguments(args))
+    state, epochs_before = arguments.read_saved_state(args.state, options)
+    plan = open_plan(normalise_sources(sources), options, open_processor(processor)).after(epochs_before)
+    shape = options.shape(args.world or 1)
     if args.rank is not None and not 0 <= args.rank < shape.world_size:
         raise ConfigError(
             f"there is no rank {args.rank} among {shape.world_size}, so no sample goes to it; ranks count from 0, and "
             f"--world says how many there are"
         )
     if args.step is not None:
-        found = samples_of_step(planner, shape, args.step, rank=args.rank, state=state)
+        found = samples_of_step(plan.planner, shape, args.step, rank=args.rank, state=state)
     else:
-        ref = _find_key(args.key, planner, datasets)
-        delivery = find_sample(planner, shape, ref, state=state)
+        ref = _find_key(args.key, plan)
+        delivery = find_sample(plan.planner, shape, ref, state=state)
         found = () if delivery is None else (delivery,)
-    lines = [_line(delivery, planner, datasets) for delivery in found]
+    lines = [_line(delivery, plan) for delivery in found]
     if args.json:
-        print_json({"samples": lines})
+        output.print_json({"samples": lines})
     else:
         _print(lines)
     return 0 if lines else 1
 
 
-def _find_key(key: str, planner: Planner, datasets: OpenDatasets) -> Ref:
+def _find_key(key: str, plan: Plan) -> Ref:
     from vlm_stream.plan import Ref
 
-    for number, spec in enumerate(planner.sources):
-        for shard in range(len(spec.samples_per_shard)):
-            row = datasets.find_key(number, shard, key)
+    for number, dataset in enumerate(plan.datasets.opened):
+        for shard in range(len(dataset.manifest.shards)):
+            row = dataset.find_key(shard, key)
             if row is not None:
                 return Ref(number, shard, row)
     raise InputError(f"no source has a sample with the key '{key}'; keys are in the ledger, in refs and in the tars")
 
 
-def _line(delivery: PlannedSample, planner: Planner, datasets: OpenDatasets) -> dict[str, Any]:
+def _line(delivery: PlannedSample, plan: Plan) -> dict[str, Any]:
     from vlm_stream.plan import Ref
 
-    source = next(n for n, spec in enumerate(planner.sources) if spec.name == delivery.source)
-    _, shard, key = datasets.name(Ref(source, delivery.shard, delivery.sample_row))
-    return delivery.to_dict() | {"shard": shard, "key": key}
+    source = next(n for n, spec in enumerate(plan.planner.sources) if spec.name == delivery.source)
+    (drawn,) = plan.datasets.draw([Ref(source, delivery.shard, delivery.sample_row)])
+    return delivery.to_dict() | {"shard": drawn.span.path, "key": drawn.key}
 
 
 def _print(lines: list[dict[str, Any]]) -> None:
@@ -96,7 +92,7 @@ def _print(lines: list[dict[str, Any]]) -> None:
     table = Table(*names)
     for line in lines:
         table.add_row(*(str(line[name]) for name in names))
-    console = open_console()
+    console = output.open_console()
     # Names are there to be copied: wider than the terminal rather than cut.
     console.width = max(
         console.width, Measurement.get(console, console.options.update(width=_ANY_WIDTH), table).maximum

@@ -332,7 +332,11 @@ class Schedule:
                     builder.queue.remove(batch)
                     yield Move(number, batch.number, is_drop=True)
                     self._release(batch, number)
-            if not first.is_done and len(first.builders) == 1 and (second := self._helper(first, spent, now)) is not None:
+            if (
+                not first.is_done
+                and len(first.builders) == 1
+                and (second := self._helper(first, spent, now)) is not None
+            ):
                 yield self._give(second, first, now)
 
     def _helper(self, batch: _Batch, spent: float, now: float) -> int | None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vlm_stream.errors import ConfigError, MissingExtraError
+from vlm_stream.errors import MissingExtraError
+from vlm_stream.integrations.trainer_checks import check_accumulation, check_ranks
 
 try:
     import accelerate  # type: ignore[import-untyped]  # noqa: F401
@@ -36,20 +37,9 @@ def register(accelerator: Accelerator, loader: StreamLoader) -> StreamLoader:
     Raises:
         ConfigError: It accumulates another number of batches than the loader plans for a step, or it has other ranks.
     """
-    steps, micro_batches = accelerator.gradient_accumulation_steps, loader.options.micro_batches
-    if loader.options.train and steps != micro_batches:
-        raise ConfigError(
-            f"the accelerator has gradient_accumulation_steps={steps}, but the loader plans optimizer steps of "
-            f"micro_batches={micro_batches}, so that loads and label counts would be those of other steps; make them "
-            f"equal"
-        )
-    size = accelerator.num_processes // _model_parallel_size(accelerator)
-    if loader.world.size != size:
-        raise ConfigError(
-            f"the loader deals its data to {loader.world.size} ranks and the accelerator has {size} data-parallel "
-            f"ones, so samples would be lost or trained on several times; give the StreamLoader the accelerator's "
-            f"device mesh, or leave out its rank and world_size"
-        )
+    if loader.options.train:
+        check_accumulation("the accelerator", accelerator.gradient_accumulation_steps, loader)
+    check_ranks("the accelerator", accelerator.num_processes // _model_parallel_size(accelerator), loader)
     accelerator.register_for_checkpointing(loader)
     return loader
 

@@ -136,7 +136,7 @@ class StreamDataset:
 
 
 class StreamBatches:
-    """A dataset by index, as torch sees it, that hands out the batches of a stream one behind the other.
+    """A dataset by index, as torch sees it, that hands out the batches of a stream one after the other.
 
     Its rows have no numbers of their own: which batch comes next is the stream's decision, and how many there are is
     the length of the epoch. It must be asked in the process that trains.

@@ -12,7 +12,7 @@ What Lightning does by itself, and what is done about it here:
 
 - It saves the loader's state as it stands, although it holds a batch ahead of a stream without a length, and although
   an exception leaves a batch or a part of an accumulated step untrained. Here the state, and the count of batches that
-  belongs to it, are those behind the last optimizer step.
+  belongs to it, are those after the last optimizer step.
 - It loads that state only in the middle of an epoch, and not at all where `estimated_stepping_batches` was asked.
   Here it is always loaded, and before the schedule asks for a length.
 - It divides the loss by `accumulate_grad_batches` and averages gradients over ranks: see `step_loss`.
@@ -72,7 +72,7 @@ def step_loss(module: LightningModule, loss: Tensor, batch: Mapping[str, Any]) -
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Where a fit stands behind an optimizer step."""
+    """Where a fit stands after an optimizer step."""
 
     step: int
     states: list[dict[str, Any] | None]
@@ -177,12 +177,12 @@ class StreamCallback(Callback):
             _load(self._known, self._mark)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write the place behind the last optimizer step in the place of what the loaders have handed out."""
+        """Write the position after the last optimizer step instead of what the loaders have handed out."""
         if not self._known and _leader(trainer) is self and trainer.state.fn == "fit":
             self._know(trainer)  # saved before the first batch
         if self._mark is None:
             return
-        if trainer.global_step != self._mark.step:  # by a callback before this one, behind the step
+        if trainer.global_step != self._mark.step:  # by a callback before this one, after the step
             self._mark = _mark(trainer)
         mark, loops = self._mark, checkpoint["loops"]["fit_loop"]
         saved = loops["state_dict"]["combined_loader"]
@@ -270,8 +270,8 @@ def _progress(trainer: Any, *, of_new_epoch: bool = False) -> dict[str, Any]:
 
 
 def _settled(state: dict[str, str]) -> dict[str, str]:
-    """Return the start of the next round for the end of one: Lightning stops without asking for the batch behind it."""
-    from vlm_stream.stream.state import RunState
+    """Return the start of the next round for the end of one: Lightning stops without asking for the batch after it."""
+    from vlm_stream.state import RunState
 
     found = RunState.from_dict(state)
     if found.length is None or found.batches < found.length[1]:

@@ -1,11 +1,18 @@
-"""What transformers' Trainer would ignore, cut or repeat, refused with a sentence before it trains."""
+"""What trainers would ignore, cut or repeat, refused with a sentence before they train; and `vlm_stream.json`.
+
+That file in the folder of a checkpoint holds what `loader.state_dict()` returned.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.errors import ConfigError
+from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.loader import StreamLoader
 from vlm_stream.stream import VLMStream
 
@@ -13,21 +20,28 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "STATE_FILE",
+    "check_accumulation",
     "check_arguments",
     "check_datasets",
     "check_eval_loader",
     "check_no_trl",
+    "check_ranks",
     "check_release",
     "check_world",
     "find_eval_loader",
     "find_loaders",
+    "read_state",
+    "write_state",
 ]
+
+STATE_FILE: Final = "vlm_stream.json"
 
 _LOG = logging.getLogger(__name__)
 _HOOKS: Final = ("_init_training_state", "_run_epoch", "get_batch_samples", "set_initial_training_values")
 _IGNORED: Final = {
     "dataloader_num_workers": (0, "num_workers"),
-    "dataloader_prefetch_factor": (None, "prefetch_batches"),
+    "dataloader_prefetch_factor": (None, "prefetch_bytes"),
     "dataloader_persistent_workers": (False, None),
     "dataloader_drop_last": (False, None),
 }
@@ -121,13 +135,7 @@ def check_arguments(trainer: Any, data_collator: Any) -> None:
 
 
 def _check_steps(args: Any, loader: StreamLoader) -> None:
-    micro_batches = loader.options.micro_batches
-    if args.gradient_accumulation_steps != micro_batches:
-        raise ConfigError(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps}, but the loader plans optimizer steps of "
-            f"micro_batches={micro_batches}, so that loads and label counts would be those of other steps; make them "
-            f"equal"
-        )
+    check_accumulation("Trainer", args.gradient_accumulation_steps, loader)
     strategy = "group_by_length" if getattr(args, "group_by_length", False) else None
     strategy = strategy or getattr(args, "train_sampling_strategy", "random")
     if strategy != "random":
@@ -142,7 +150,7 @@ def _check_steps(args: Any, loader: StreamLoader) -> None:
         )
     if args.auto_find_batch_size:
         raise ConfigError(
-            "auto_find_batch_size=True would begin anew with the same batches, because a StreamLoader makes them; "
+            "auto_find_batch_size=True would begin again with the same batches, because a StreamLoader makes them; "
             "leave it out, and choose the pack_size or batch_size of the StreamLoader"
         )
 
@@ -155,10 +163,25 @@ def check_world(trainer: Any, loader: StreamLoader) -> None:
                 f"{name} parallelism of size {size} makes Trainer cut all tensors along the tokens, which fits neither "
                 f"the pixels nor the positions of a StreamLoader's batches; train without it"
             )
-    ranks = trainer.args.world_size // trainer.get_tp_size()
+    check_ranks("Trainer", trainer.args.world_size // trainer.get_tp_size(), loader)
+
+
+def check_accumulation(trainer: str, steps: int, loader: StreamLoader) -> None:
+    """Refuse a trainer that accumulates another number of batches than the loader plans for a step."""
+    micro_batches = loader.options.micro_batches
+    if steps != micro_batches:
+        raise ConfigError(
+            f"{trainer} has gradient_accumulation_steps={steps}, but the loader plans optimizer steps of "
+            f"micro_batches={micro_batches}, so that loads and label counts would be those of other steps; make them "
+            f"equal"
+        )
+
+
+def check_ranks(trainer: str, ranks: int, loader: StreamLoader) -> None:
+    """Refuse a trainer with another number of data-parallel ranks than the loader's."""
     if loader.world.size != ranks:
         raise ConfigError(
-            f"the loader deals its data to {loader.world.size} ranks and Trainer has {ranks} data-parallel ones, so "
+            f"the loader deals its data to {loader.world.size} ranks and {trainer} has {ranks} data-parallel ones, so "
             f"samples would be lost or trained on several times; give the StreamLoader the model's device_mesh, or "
             f"leave out its rank and world_size"
         )
@@ -168,3 +191,32 @@ def _each(dataset: Any) -> list[Any]:
     if isinstance(dataset, dict):
         return list(dataset.values())
     return [] if dataset is None else [dataset]
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the state, so that there is all of it or nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{STATE_FILE}-", delete=False) as file:
+        json.dump(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    Path(file.name).replace(folder / STATE_FILE)
+
+
+def read_state(folder: Path, *, may_be_missing: bool = False) -> dict[str, Any] | None:
+    """Read the state; None if there is none and there may be none."""
+    path = folder / STATE_FILE
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        if may_be_missing:
+            return None
+        raise StateError(
+            f"the checkpoint {folder} has no {STATE_FILE}, so nobody knows which samples it was trained on, and "
+            f"resuming would repeat some of them; resume from a checkpoint that was trained from a StreamLoader, or "
+            f"pass ignore_data_skip=True to begin with the first sample again"
+        ) from None
+    except (ValueError, TypeError) as error:
+        raise StateError(
+            f"{path} is no JSON object ({error}), so the position in the data is lost; resume from an older checkpoint"
+        ) from error

@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from vlm_stream.build import ITEM_COUNT
 from vlm_stream.encode import IGNORE
 from vlm_stream.errors import MissingExtraError
 from vlm_stream.integrations import trainer_checks as checks
-from vlm_stream.integrations.state_file import read_state, write_state
 from vlm_stream.loader import StreamLoader
-from vlm_stream.stream.label_counts import ITEM_COUNT
 
 try:
     import accelerate  # type: ignore[import-untyped]  # noqa: F401  # without it transformers has no Trainer
@@ -46,7 +45,7 @@ __all__ = ["StreamMixin", "StreamTrainer"]
 _NOT_FOR_MODELS: Final = (ITEM_COUNT, "refs")
 
 _Base: Any = object
-"""The trainer comes behind the mixin: what is called on `super()` is its own."""
+"""The trainer comes after the mixin: what is called on `super()` is its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +164,7 @@ class StreamMixin(_Base):  # type: ignore[misc]
         return (num_epochs if self.state.global_step >= max_steps else self._begin.epochs), 0
 
     def _run_epoch(self, **kwargs: Any) -> Any:
-        """Tell Trainer how long this round is. The loader begins behind what is done: nothing is to be skipped."""
+        """Tell Trainer how long this round is. The loader begins after what is done: nothing is to be skipped."""
         loader, micro_batches = self._stream, self.args.gradient_accumulation_steps
         if loader is None:
             return super()._run_epoch(**kwargs)
@@ -307,7 +306,7 @@ class StreamMixin(_Base):  # type: ignore[misc]
             step, num_fetched = self._fetched
             ago = num_fetched if step == self.state.global_step else 0  # taken for a step that is not done
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            write_state(folder, self._stream.state_dict(ago=ago))
+            checks.write_state(folder, self._stream.state_dict(ago=ago))
         super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -335,7 +334,7 @@ class StreamMixin(_Base):  # type: ignore[misc]
         if checkpoint is None:
             _begin_round(loader)
             return _Begin()
-        state = read_state(Path(checkpoint), may_be_missing=self.args.ignore_data_skip)
+        state = checks.read_state(Path(checkpoint), may_be_missing=self.args.ignore_data_skip)
         if state is not None:
             loader.load_state_dict(state)
         length = _begin_round(loader)

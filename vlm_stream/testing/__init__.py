@@ -5,14 +5,15 @@ bytes. Nothing here is mocked and nothing reads the network. The rest of the pac
 room.
 
 Files, in the order the data meets them:
-    toy_images.py, toy_video.py, toy_audio.py   seeded media as bytes
-    toy_dataset.py                              a folder of media and a meta file over them
-    tokenizer.py, chat_templates.py             a small BPE tokenizer; templates in the manner of the published ones
-    parts.py                                    options of a build, transformers classes by name
-    processors.py, vision_processors.py, audio_processors.py   `build_processor(family)`
-    models.py                                   `build_tiny_model(family, processor)`
-    toy_samples.py                              samples in memory, and the real processor's answer to them
-    torchvision_shim.py                         lets torchvision be imported beside a CPU build of torch
+    toy_media.py          seeded images, clips and sound as bytes
+    toy_data.py           a folder of media and a meta file over them; samples in memory
+    tokenizer.py          a small BPE tokenizer; chat templates in the manner of the published ones
+    families.py           what each family's processor is made of
+    processors.py         `build_processor(family)`
+    models.py             `build_tiny_model(family, processor)`
+    conformance/          does a trainer train on exactly what our own loop would have given it?
+    demo.py               the whole road on a laptop
+    torchvision_shim.py   lets torchvision be imported beside a CPU build of torch
 
 Importing this room arranges for that shim (it acts only when torchvision is imported and would fail) and loads nothing
 else: names come in on first use.
@@ -30,18 +31,18 @@ _HOMES = {
     "MODEL_FAMILIES": "models",
     "build_processor": "processors",
     "build_tiny_model": "models",
-    "make_16bit_png": "toy_images",
-    "make_cmyk_jpeg": "toy_images",
-    "make_grey_jpeg": "toy_images",
-    "make_jpeg": "toy_images",
-    "make_mp4": "toy_video",
-    "make_palette_gif": "toy_images",
-    "make_palette_png": "toy_images",
-    "make_png_with_alpha": "toy_images",
-    "make_rotated_jpeg": "toy_images",
-    "make_toy_dataset": "toy_dataset",
-    "make_toy_image": "toy_images",
-    "make_wav": "toy_audio",
+    "make_16bit_png": "toy_media",
+    "make_cmyk_jpeg": "toy_media",
+    "make_grey_jpeg": "toy_media",
+    "make_jpeg": "toy_media",
+    "make_mp4": "toy_media",
+    "make_palette_gif": "toy_media",
+    "make_palette_png": "toy_media",
+    "make_png_with_alpha": "toy_media",
+    "make_rotated_jpeg": "toy_media",
+    "make_toy_dataset": "toy_data",
+    "make_toy_image": "toy_media",
+    "make_wav": "toy_media",
 }
 
 __all__ = [
@@ -66,20 +67,20 @@ __all__ = [
 if TYPE_CHECKING:
     from vlm_stream.testing.models import MODEL_FAMILIES, build_tiny_model
     from vlm_stream.testing.processors import FAMILIES, build_processor
-    from vlm_stream.testing.toy_audio import make_wav
-    from vlm_stream.testing.toy_dataset import make_toy_dataset
-    from vlm_stream.testing.toy_images import (
+    from vlm_stream.testing.toy_data import make_toy_dataset
+    from vlm_stream.testing.toy_media import (
         make_16bit_png,
         make_cmyk_jpeg,
         make_grey_jpeg,
         make_jpeg,
+        make_mp4,
         make_palette_gif,
         make_palette_png,
         make_png_with_alpha,
         make_rotated_jpeg,
         make_toy_image,
+        make_wav,
     )
-    from vlm_stream.testing.toy_video import make_mp4
 
 torchvision_shim.install()
 

@@ -30,6 +30,13 @@ _LIMITS: Final = {"size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 256 * 2
 _KILL_AT: Final = 4
 _NEXT_WORLD: Final = 3
 
+_SIZE: Final = (1000, 620)
+_MAX_PACKS: Final = 20
+_TEXT: Final = (90, 120, 190)
+_VISION: Final = (235, 150, 60)
+_EMPTY: Final = (232, 232, 232)
+_INK: Final = (40, 40, 40)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and print what each stage did."""
@@ -53,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make_shards(out: Path, num_samples: int, console: Console) -> tuple[Path, Any]:
-    from vlm_stream.commands.common import print_table
     from vlm_stream.commands.make_shards import summary
+    from vlm_stream.commands.output import print_table
     from vlm_stream.convert import make_shards
     from vlm_stream.testing import build_processor, make_toy_dataset
 
@@ -72,20 +79,21 @@ def _make_shards(out: Path, num_samples: int, console: Console) -> tuple[Path, A
 
 
 def _show_plan(shards: Path, picture: Path, console: Console) -> None:
+    from vlm_stream.options import StreamOptions
     from vlm_stream.plan import plan_report
-    from vlm_stream.stream import StreamOptions, normalise_sources, open_planner
-    from vlm_stream.testing.demo_picture import draw_plan
+    from vlm_stream.planning import open_plan
+    from vlm_stream.recipe import normalise_sources
 
     console.rule("3. the plan, from the index alone")
     options = StreamOptions(pack_size=_PACK_SIZE)
-    datasets, planner, _ = open_planner(normalise_sources(shards), options)
+    planner = open_plan(normalise_sources(shards), options).planner
     report = plan_report(planner, options.shape(1))
-    columns = [datasets(0, [shard]) for shard in range(len(datasets.manifests[0].shards))]
+    columns = [planner.read_columns(0, [shard]) for shard in range(len(planner.sources[0].samples_per_shard))]
     packs = []
     for step in planner.steps(options.shape(1)):
         refs = [ref for unit in step.units(0, 0) if unit is not None for ref in unit.refs]
         packs.append([(int(columns[r.shard].tokens[r.row]), int(columns[r.shard].vision_tokens[r.row])) for r in refs])
-    draw_plan(picture, [tokens for pack in packs for tokens, _ in pack], packs, _PACK_SIZE)
+    _draw_plan(picture, [tokens for pack in packs for tokens, _ in pack], packs, _PACK_SIZE)
     console.print(
         f"{report.samples} samples, {report.tokens:,} tokens -> {report.packs} packs of {_PACK_SIZE} (no fewer than "
         f"{report.packs_lower_bound} are possible), {report.fill:.1%} full. Picture: {picture}"
@@ -152,6 +160,66 @@ def _finish_with_other_ranks(
         f"{len(seen)} of {num_samples} samples were delivered over the epoch, {verdict}."
     )
     return good
+
+
+def _draw_plan(path: Path, lengths: Sequence[int], packs: Sequence[Sequence[tuple[int, int]]], capacity: int) -> None:
+    """Draw the histogram of lengths above the layout of packs.
+
+    Args:
+        path: Where the PNG goes.
+        lengths: Tokens of each sample.
+        packs: For each row its samples, as (tokens, how many of them stand for images and videos).
+        capacity: Tokens of a row.
+    """
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", _SIZE, "white")
+    canvas = ImageDraw.Draw(image)
+    _histogram(canvas, (60, 40, 960, 230), lengths)
+    canvas.text((60, 18), f"tokens per sample ({len(lengths)} samples)", fill=_INK)
+    canvas.text((60, 268), f"the first packs of {capacity} tokens: a bar is a sample", fill=_INK)
+    _legend(canvas, 520, 268)
+    shown = packs[:_MAX_PACKS]
+    height = 300 // max(len(shown), 1)
+    for number, pack in enumerate(shown):
+        top = 300 + number * height
+        _pack(canvas, (60, top, 960, top + height - 4), pack, capacity)
+    image.save(path)
+
+
+def _histogram(canvas: Any, box: tuple[int, int, int, int], lengths: Sequence[int]) -> None:
+    import numpy as np
+
+    left, top, right, bottom = box
+    counts, edges = np.histogram(lengths, bins=40)
+    width = (right - left) / len(counts)
+    for number, count in enumerate(counts.tolist()):
+        height = count / max(int(counts.max()), 1) * (bottom - top)
+        if count:
+            canvas.rectangle(
+                (left + number * width, bottom - height, left + (number + 1) * width - 1, bottom), fill=_TEXT
+            )
+    canvas.line((left, bottom, right, bottom), fill=_INK)
+    canvas.text((left, bottom + 4), f"{edges[0]:.0f}", fill=_INK)
+    canvas.text((right - 30, bottom + 4), f"{edges[-1]:.0f}", fill=_INK)
+
+
+def _pack(canvas: Any, box: tuple[float, float, float, float], pack: Sequence[tuple[int, int]], capacity: int) -> None:
+    left, top, right, bottom = box
+    canvas.rectangle(box, fill=_EMPTY)
+    scale = (right - left) / capacity
+    for tokens, vision in pack:
+        middle, end = left + vision * scale, left + tokens * scale
+        canvas.rectangle((left, top, max(middle, left), bottom), fill=_VISION)
+        canvas.rectangle((middle, top, max(end - 1, middle), bottom), fill=_TEXT)
+        left = end
+
+
+def _legend(canvas: Any, left: int, top: int) -> None:
+    for colour, name in ((_VISION, "image and video tokens"), (_TEXT, "text tokens"), (_EMPTY, "padding")):
+        canvas.rectangle((left, top, left + 12, top + 12), fill=colour)
+        canvas.text((left + 18, top), name, fill=_INK)
+        left += 170
 
 
 def _since(begin: float) -> str:

@@ -6,8 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import ConfigError, nearest_name
-from vlm_stream.testing.parts import transformers_class
-from vlm_stream.testing.processors import build_processor
+from vlm_stream.testing.processors import build_processor, transformers_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,65 +41,56 @@ def _qwen_ids(processor: Any) -> dict[str, int]:
     return {key: processor.tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
 
 
-def _rope(sections: list[int], theta: float, **more: Any) -> dict[str, Any]:
-    return {"rope_type": "default", "mrope_section": sections, "rope_theta": theta, **more}
+def _build_qwen(processor: Any, prefix: str, rope: dict[str, Any], vision: dict[str, Any], **text: Any) -> Any:
+    """Build a model of Qwen's; `rope`, `vision` and `text` are what its generation adds to the config."""
+    reads = processor.image_processor
+    sizes = {
+        "depth": 2,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "patch_size": reads.patch_size,
+        "spatial_merge_size": reads.merge_size,
+        "temporal_patch_size": reads.temporal_patch_size,
+    }
+    config = transformers_class(f"{prefix}Config")(
+        text_config=_text_config(processor, **text, rope_parameters={"rope_type": "default", **rope}),
+        vision_config=sizes | vision,
+        **_qwen_ids(processor),
+    )
+    return transformers_class(f"{prefix}ForConditionalGeneration")(config)
 
 
 def _build_qwen2_vl(processor: Any) -> Any:
-    text = _text_config(processor, rope_parameters=_rope([2, 3, 3], 1e6))
-    vision = {
-        "depth": 2,
-        "embed_dim": 64,
-        "hidden_size": 64,
-        "mlp_ratio": 2,
-        "num_heads": 4,
-        "patch_size": processor.image_processor.patch_size,
-        "spatial_merge_size": processor.image_processor.merge_size,
-        "temporal_patch_size": processor.image_processor.temporal_patch_size,
-    }
-    config = transformers_class("Qwen2VLConfig")(text_config=text, vision_config=vision, **_qwen_ids(processor))
-    return transformers_class("Qwen2VLForConditionalGeneration")(config)
+    rope = {"mrope_section": [2, 3, 3], "rope_theta": 1e6}
+    return _build_qwen(processor, "Qwen2VL", rope, {"embed_dim": 64, "mlp_ratio": 2})
 
 
 def _build_qwen2_5_vl(processor: Any) -> Any:
-    text = _text_config(processor, rope_parameters=_rope([2, 3, 3], 1e6))
+    rope = {"mrope_section": [2, 3, 3], "rope_theta": 1e6}
     vision = {
-        "depth": 2,
-        "hidden_size": 64,
         "intermediate_size": 128,
-        "num_heads": 4,
         "out_hidden_size": 64,
-        "patch_size": processor.image_processor.patch_size,
-        "spatial_merge_size": processor.image_processor.merge_size,
-        "temporal_patch_size": processor.image_processor.temporal_patch_size,
         "window_size": 112,
         "fullatt_block_indexes": [1],
         "tokens_per_second": 2,
     }
-    config = transformers_class("Qwen2_5_VLConfig")(text_config=text, vision_config=vision, **_qwen_ids(processor))
-    return transformers_class("Qwen2_5_VLForConditionalGeneration")(config)
+    return _build_qwen(processor, "Qwen2_5_VL", rope, vision)
 
 
 def _build_qwen3_vl(processor: Any) -> Any:
-    text = _text_config(processor, head_dim=16, rope_parameters=_rope([4, 2, 2], 5e6, mrope_interleaved=True))
+    rope = {"mrope_section": [4, 2, 2], "rope_theta": 5e6, "mrope_interleaved": True}
     vision = {
         "depth": 3,
-        "hidden_size": 64,
         "intermediate_size": 128,
-        "num_heads": 4,
         "out_hidden_size": 64,
-        "patch_size": processor.image_processor.patch_size,
-        "spatial_merge_size": processor.image_processor.merge_size,
-        "temporal_patch_size": processor.image_processor.temporal_patch_size,
         "num_position_embeddings": 256,
         "deepstack_visual_indexes": [0, 1],
     }
-    config = transformers_class("Qwen3VLConfig")(text_config=text, vision_config=vision, **_qwen_ids(processor))
-    return transformers_class("Qwen3VLForConditionalGeneration")(config)
+    return _build_qwen(processor, "Qwen3VL", rope, vision, head_dim=16)
 
 
 def _build_gemma3(processor: Any) -> Any:
-    side = _read_side(processor.image_processor)
+    side = int(processor.image_processor.size["height"])
     tokens_along = math.isqrt(processor.image_seq_length)
     patch = side // tokens_along  # the projector pools the grid of patches down to the tokens
     vision = _siglip_config(side, patch)
@@ -121,7 +111,7 @@ def _build_gemma3(processor: Any) -> Any:
 
 
 def _build_llava_onevision(processor: Any) -> Any:
-    side = _read_side(processor.image_processor)
+    side = int(processor.image_processor.size["height"])
     vision = {**_siglip_config(side, side // math.isqrt(processor.num_image_tokens)), "vision_use_head": False}
     config = transformers_class("LlavaOnevisionConfig")(
         text_config={"model_type": "qwen2", **_text_config(processor)},
@@ -145,11 +135,6 @@ def _siglip_config(side: int, patch: int) -> dict[str, Any]:
         "image_size": side,
         "patch_size": patch,
     }
-
-
-def _read_side(image_processor: Any) -> int:
-    size = image_processor.size
-    return int(size["height"])
 
 
 _BUILDERS: Final[dict[str, Callable[[Any], Any]]] = {

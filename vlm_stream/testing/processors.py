@@ -1,41 +1,20 @@
-"""`build_processor(family)`: a real transformers processor from its config classes and a tokenizer trained on the spot.
-
-Each family is one function that takes `Parts` and returns the processor; the functions live beside this file, grouped
-by what the families read besides images.
-"""
+"""`build_processor(family)`: a real transformers processor of config classes and a tokenizer trained on the spot."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.errors import ConfigError, nearest_name
-from vlm_stream.testing import audio_processors, vision_processors
-from vlm_stream.testing.parts import Parts
+from vlm_stream.errors import ConfigError, MissingExtraError, nearest_name
+from vlm_stream.testing.families import FAMILY_PARTS
+from vlm_stream.testing.tokenizer import train_tokenizer, write_template
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-__all__ = ["FAMILIES", "build_processor"]
+__all__ = ["FAMILIES", "build_processor", "transformers_class"]
 
-_BUILDERS: Final[dict[str, Callable[[Parts], Any]]] = {
-    "gemma3": vision_processors.build_gemma3,
-    "gemma4": audio_processors.build_gemma4,
-    "gemma4_unified": audio_processors.build_gemma4_unified,
-    "glm46v": vision_processors.build_glm46v,
-    "internvl": vision_processors.build_internvl,
-    "kimi_k25": vision_processors.build_kimi_k25,
-    "llava_onevision": vision_processors.build_llava_onevision,
-    "nemotron_h_omni": audio_processors.build_nemotron_h_omni,
-    "phi4_multimodal": audio_processors.build_phi4_multimodal,
-    "qwen2_5_vl": vision_processors.build_qwen2_5_vl,
-    "qwen2_vl": vision_processors.build_qwen2_vl,
-    "qwen3_omni_moe": audio_processors.build_qwen3_omni_moe,
-    "qwen3_vl": vision_processors.build_qwen3_vl,
-    "smolvlm": vision_processors.build_smolvlm,
-    "step3p7": vision_processors.build_step3p7,
-}
-
-FAMILIES: Final = tuple(sorted(_BUILDERS))
+FAMILIES: Final = tuple(sorted(FAMILY_PARTS))
 """Families that `build_processor` knows, named as transformers names its folders."""
 
 
@@ -71,15 +50,38 @@ def build_processor(
         >>> processor.apply_chat_template(chat, tokenize=False).splitlines()[2]
         '<|im_start|>user'
     """
-    if family not in _BUILDERS:
+    if family not in FAMILY_PARTS:
         raise ConfigError(
             f"There is no processor family {family!r} here, so none can be built: {nearest_name(family, FAMILIES)}"
         )
-    parts = Parts(
-        generation_tags=generation_tags,
-        chat_template=chat_template,
-        image=dict(image or {}),
-        video=dict(video or {}),
-        audio=dict(audio or {}),
+    made = FAMILY_PARTS[family]
+    if made.needs is not None and importlib.util.find_spec(made.needs[0]) is None:
+        raise MissingExtraError(*made.needs, f"The processor of {family}")
+    parts = {"image_processor": transformers_class(made.image)(**made.image_options | dict(image or {}))}
+    if made.video is not None:
+        parts["video_processor"] = transformers_class(made.video)(**made.video_options | dict(video or {}))
+    if made.audio is not None:
+        parts[made.audio_argument] = transformers_class(made.audio)(**made.audio_options | dict(audio or {}))
+    parts["tokenizer"] = train_tokenizer(
+        (*made.tokens.split(), *made.named.values()),
+        eos=made.eos,
+        pad=made.pad,
+        bos=made.bos,
+        add_bos=made.add_bos,
+        named_tokens=made.named,
     )
-    return _BUILDERS[family](parts)
+    template = chat_template or write_template(made.style, generation_tags=generation_tags)
+    return transformers_class(made.processor)(**parts, **made.options, chat_template=template)
+
+
+def transformers_class(name: str) -> Any:
+    """Return a class of transformers; say so when the installed version does not have it."""
+    import transformers
+
+    try:
+        return getattr(transformers, name)
+    except AttributeError:
+        raise ConfigError(
+            f"transformers {transformers.__version__} has no class {name}, so this family cannot be built. "
+            "Upgrade it with: pip install -U transformers"
+        ) from None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from vlm_stream.errors import ConfigError, nearest_name
 from vlm_stream.testing.conformance.compare import (
@@ -15,17 +16,19 @@ from vlm_stream.testing.conformance.compare import (
     compare_gradients,
     compare_numbers,
     compare_ranks,
+    evaluate,
+    first_gradients,
+    own_loop,
+    state_after,
 )
-from vlm_stream.testing.conformance.data import make_data
-from vlm_stream.testing.conformance.expect import evaluate, first_gradients, own_loop, state_after
 from vlm_stream.testing.conformance.launch import LaunchError, launch
-from vlm_stream.testing.conformance.run import Run
+from vlm_stream.testing.conformance.run import Run, make_data
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from vlm_stream.testing.conformance.expect import Expected
-    from vlm_stream.testing.conformance.records import Records
+    from vlm_stream.testing.conformance.compare import Expected
+    from vlm_stream.testing.conformance.record import Records
 
 __all__ = ["CHECKS", "Report", "check"]
 
@@ -40,6 +43,7 @@ CHECKS: Final = {
 }
 """What is checked."""
 
+_Launch: TypeAlias = "Callable[..., Records]"
 _WORLD: Final = 2
 _EVALUATIONS: Final = 2
 
@@ -130,34 +134,44 @@ def check(
         save_after=None if "resume" in cannot else save_after,
         options=dict(options),
     )
-    saved = save_after * run.accumulation
     want = own_loop(run, _WORLD)
+    saved = save_after * run.accumulation
     if len(want[0]) < saved + 2 * run.accumulation:
         raise ConfigError(
             f"the epoch has {len(want[0])} batches for each rank, too few to save after {saved} of them and go on; "
             f"choose a smaller save_after"
         )
     findings = _Findings(cannot)
-    how: dict[str, Any] = {"own_launcher": own_launcher, "timeout_s": timeout_s}
+    start = partial(launch, function, own_launcher=own_launcher, timeout_s=timeout_s)
     if "resume" in cannot:
-        whole = launch(
-            function, replace(run, evaluations=_EVALUATIONS, records=folder / "records" / "whole"), world=_WORLD, **how
-        )
-        _check_start(findings, run, whole, want, whole=True)
-        _check_end(findings, run, whole.train, whole, want)
-        return findings.report(function)
-    begin = replace(run, kill_after=saved + run.accumulation + 1, records=folder / "records" / "killed")
-    killed = launch(function, begin, world=_WORLD, **how)
+        _check_whole(findings, run, want, start)
+    else:
+        _check_resumes(findings, run, want, start)
+    return findings.report(function)
+
+
+def _check_whole(findings: _Findings, run: Run, want: Expected, start: _Launch) -> None:
+    """Train from the start to the end."""
+    whole = start(replace(run, evaluations=_EVALUATIONS, records=run.records / "whole"), world=_WORLD)
+    _check_start(findings, run, whole, want, whole=True)
+    _check_end(findings, run, whole.train, whole, want)
+
+
+def _check_resumes(findings: _Findings, run: Run, want: Expected, start: _Launch) -> None:
+    """Kill a run after its save; resume it on as many ranks, and on one."""
+    save_after = run.save_after or 0
+    saved = save_after * run.accumulation
+    begin = replace(run, kill_after=saved + run.accumulation + 1, records=run.records / "killed")
+    killed = start(begin, world=_WORLD)
     _check_start(findings, run, killed, want, whole=False)
-    resumed = _resume(function, run, _WORLD, "resumed", how)
+    resumed = _resume(start, run, _WORLD, "resumed")
     findings.add("resume", compare_batches(resumed.train, want, first=saved, whole=True), "resumed: ")
     both = {rank: killed.train.get(rank, [])[:saved] + resumed.train.get(rank, []) for rank in range(_WORLD)}
     _check_end(findings, run, both, resumed, want, done=save_after)
-    if "world" not in cannot:
+    if "world" not in findings.cannot:
         other = own_loop(run, 1, state_after(run, _WORLD, saved))
-        alone = _resume(function, run, 1, "alone", how)
+        alone = _resume(start, run, 1, "alone")
         findings.add("world", compare_batches(alone.train, other, whole=True), "resumed on 1 rank: ")
-    return findings.report(function)
 
 
 def _check_start(findings: _Findings, run: Run, got: Records, want: Expected, *, whole: bool) -> None:
@@ -190,7 +204,7 @@ def _compare_numbers(run: Run, got: Records, want: Expected, part: slice, *, who
     return compare_numbers(got.told, got.rates, expected=expected, schedule=schedule[part], whole=whole)
 
 
-def _resume(function: str, run: Run, world: int, name: str, how: dict[str, Any]) -> Records:
+def _resume(start: _Launch, run: Run, world: int, name: str) -> Records:
     """Resume from a copy of the checkpoints, so that each resume finds what the killed run left."""
     copy = run.folder.with_name(f"checkpoints-{name}")
     shutil.copytree(run.folder, copy, symlinks=True)
@@ -203,7 +217,7 @@ def _resume(function: str, run: Run, world: int, name: str, how: dict[str, Any])
         evaluations=_EVALUATIONS if world == _WORLD else 0,
     )
     try:
-        return launch(function, again, world=world, **how)
+        return start(again, world=world)
     except LaunchError as error:
         error.add_note(f"resumed from a copy of what the killed run left in {copy}")
         raise

@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from vlm_stream.testing.conformance.records import Records
+from vlm_stream.testing.conformance.record import Records
 
 if TYPE_CHECKING:
     from vlm_stream.testing.conformance.run import Run

@@ -1,4 +1,4 @@
-"""Hooks that write down what the model and the optimizer are really given, in whatever the trainer wraps them.
+"""Hooks that record what the model and the optimizer are given, in whatever the trainer wraps them; `Records` of it.
 
 A line of JSON for each event, in a file for each rank, closed before training goes on: SIGKILL loses nothing. Hooks are
 module-level functions over a frozen `Run`, so that models may be copied and pickled with them.
@@ -12,14 +12,19 @@ import inspect
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from vlm_stream.testing.conformance.run import Run
 
-__all__ = ["digest", "digests", "watch", "write_line"]
+__all__ = ["Keys", "Records", "digests", "watch", "write_line"]
+
+Keys: TypeAlias = dict[str, str]
+"""Of one batch: a digest for each key."""
 
 _forwards = 0
 """Training forwards of this process."""
@@ -85,7 +90,7 @@ def _see_forward(run: Run, module: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _see_step(run: Run, model: Any, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-    # Behind the step, not before it: a trainer that hands over a closure has its gradients only then.
+    # After the step, not before it: a trainer that hands over a closure has its gradients only then.
     import torch
 
     rate = float(optimizer.param_groups[0]["lr"])
@@ -102,3 +107,46 @@ def _see_step(run: Run, model: Any, optimizer: Any, args: Any, kwargs: Any) -> N
             whole = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
             gradients[name] = whole.detach().to("cpu", torch.float32).clone()
     torch.save(gradients, path)
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What the ranks of one launch were given, by rank."""
+
+    train: dict[int, list[Keys]]
+    """Batches of the forwards in training mode."""
+    evaluated: dict[int, list[Keys]]
+    """Those in eval mode."""
+    rates: dict[int, list[float]]
+    """Learning rates of the optimizer steps."""
+    told: dict[int, dict[str, float | None]]
+    """What the trainer told with `run.tell`."""
+    worlds: set[int]
+    """Sizes of the world as the processes saw it at training forwards."""
+    gradients: dict[int, dict[str, Any]]
+    """Of the first optimizer step, by name of the parameter."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Records:
+        """Read the records of a launch."""
+        import torch
+
+        found = cls(train={}, evaluated={}, rates={}, told={}, worlds=set(), gradients={})
+        for path in sorted(folder.glob("rank-*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                found._add(json.loads(line))
+        for path in folder.glob("gradients-*.pt"):
+            found.gradients[int(path.stem.split("-")[1])] = torch.load(path, weights_only=True)
+        return found
+
+    def _add(self, line: dict[str, Any]) -> None:
+        rank = line["rank"]
+        if line["kind"] == "train":
+            self.train.setdefault(rank, []).append(line["keys"])
+            self.worlds.add(line["world"])
+        elif line["kind"] == "eval":
+            self.evaluated.setdefault(rank, []).append(line["keys"])
+        elif line["kind"] == "step":
+            self.rates.setdefault(rank, []).append(line["lr"])
+        else:
+            self.told.setdefault(rank, {}).update(line["facts"])

@@ -1,19 +1,56 @@
-"""`Run`: everything that a trainer under test is given."""
+"""`Run`: everything that a trainer under test is given; and its toy shards, images and text, counted exactly."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.testing.conformance.data import PACK_SIZE, open_processor
+from vlm_stream.testing.conformance.record import watch, write_line
 
 if TYPE_CHECKING:
     from vlm_stream.loader import StreamLoader
     from vlm_stream.stream import VLMStream
 
-__all__ = ["Run"]
+__all__ = ["PACK_SIZE", "Run", "make_data", "open_processor"]
+
+PACK_SIZE: Final = 900
+_SAMPLES: Final = 80
+_LIMITS: Final = {"size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 16 * 28 * 28}}
+
+
+def make_data(folder: str | Path) -> Path:
+    """Write shards and a processor for `check` and `Run` into a folder, unless they are there; return the folder.
+
+    The epoch of two ranks with two micro-batches a step has six steps, and the last of them is not full.
+    """
+    from vlm_stream.convert import make_shards
+    from vlm_stream.testing.processors import build_processor
+    from vlm_stream.testing.toy_data import make_toy_dataset
+
+    folder = Path(folder)
+    if (folder / "shards" / "dataset.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    processor = build_processor("qwen2_5_vl", image=_LIMITS, video=_LIMITS | {"cap_pixels_per_frame": False})
+    processor.save_pretrained(folder / "processor")
+    meta = make_toy_dataset(folder / "toy", num_samples=_SAMPLES)
+    make_shards(
+        meta,
+        folder / "shards",
+        processor=str(folder / "processor"),
+        names=("captions", "dialogues"),
+        samples_per_shard=10,
+    )
+    return folder
+
+
+def open_processor(folder: Path) -> Any:
+    """Return the processor that `make_data` wrote."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(folder / "processor")  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +73,7 @@ class Run:
     accumulation: int = 2
     """Micro-batches of an optimizer step."""
     learning_rate: float = 1e-3
-    """Of the first step; falls by the same amount after each, to 0 behind the last step of the epoch."""
+    """Of the first step; falls by the same amount after each, to 0 after the last step of the epoch."""
     max_steps: int | None = None
     """Optimizer steps after which training ends, counted from the start of the epoch; None: with the epoch."""
     save_after: int | None = None
@@ -78,15 +115,12 @@ class Run:
 
         Its config is that of a published model: packed batches want `use_cache=False`, as they do outside of tests.
         """
-        from vlm_stream.testing.conformance.record import watch
         from vlm_stream.testing.models import build_tiny_model
 
         return watch(build_tiny_model("qwen2_5_vl", self.processor()), self)
 
     def tell(self, **facts: float | None) -> None:
         """Write down numbers as the trainer has them: `length=len(loader)`, `total_steps=` of its schedule."""
-        from vlm_stream.testing.conformance.record import write_line
-
         write_line(self, {"kind": "tell", "facts": facts})
 
     def to_file(self, path: Path) -> Path:

@@ -1,32 +1,168 @@
-"""Seeded h264 clips as bytes, made with PyAV: enters a `ClipSpec` (or its fields), leaves an mp4 file's content."""
+"""Seeded media as bytes: images in the encodings that real datasets hold, h264 clips (made with PyAV), WAV sound.
+
+Every picture is smooth colour with a few rectangles on it: it compresses as photographs do, and no two seeds agree.
+"""
 
 from __future__ import annotations
 
 import io
 import struct
+import wave
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from vlm_stream.errors import ConfigError
-from vlm_stream.testing.parts import require_package
-from vlm_stream.testing.toy_audio import make_toy_wave
-from vlm_stream.testing.toy_images import make_toy_pixels
+from vlm_stream.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
+    from PIL import Image
 
-__all__ = ["ClipSpec", "make_mp4"]
+__all__ = [
+    "ClipSpec",
+    "make_16bit_png",
+    "make_cmyk_jpeg",
+    "make_grey_jpeg",
+    "make_jpeg",
+    "make_mp4",
+    "make_palette_gif",
+    "make_palette_png",
+    "make_png_with_alpha",
+    "make_rotated_jpeg",
+    "make_toy_image",
+    "make_toy_pixels",
+    "make_toy_wave",
+    "make_wav",
+    "read_frame_number",
+]
 
+_EXIF_ORIENTATION: Final = 0x0112
 _ONE: Final = 0x10000  # 1.0 in the 16.16 fixed point of a track's display matrix
 _TURNS: Final = {0: (_ONE, 0, 0, _ONE), 90: (0, _ONE, -_ONE, 0), 180: (-_ONE, 0, 0, -_ONE), 270: (0, -_ONE, _ONE, 0)}
 _TICKS_PER_SECOND: Final = 90_000
 _AUDIO_RATE: Final = 16_000
 _AUDIO_CHUNK: Final = 1024  # what the encoder takes at once
+
+
+def make_toy_pixels(height: int, width: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """Return [height, width, 3] pixels."""
+    rng = np.random.default_rng(seed)
+    corners = rng.integers(0, 256, (2, 2, 3)).astype(np.float32)
+    down = np.linspace(0, 1, height, dtype=np.float32)[:, None, None]
+    across = np.linspace(0, 1, width, dtype=np.float32)[None, :, None]
+    upper = corners[0, 0] * (1 - across) + corners[0, 1] * across  # [1, width, 3]
+    lower = corners[1, 0] * (1 - across) + corners[1, 1] * across
+    pixels: npt.NDArray[np.uint8] = (upper * (1 - down) + lower * down).astype(np.uint8)  # [height, width, 3]
+    for _ in range(4):
+        top, left = int(rng.integers(0, height)), int(rng.integers(0, width))
+        tall, wide = int(rng.integers(1, height // 2 + 2)), int(rng.integers(1, width // 2 + 2))
+        pixels[top : top + tall, left : left + wide] = rng.integers(0, 256, 3)
+    return pixels
+
+
+def make_toy_image(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Return an RGB image.
+
+    >>> make_toy_image(48, 64).size
+    (64, 48)
+    """
+    from PIL import Image
+
+    return Image.fromarray(make_toy_pixels(height, width, seed))
+
+
+def _save(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def make_jpeg(height: int, width: int, seed: int = 0, *, quality: int = 85) -> bytes:
+    """Return a JPEG.
+
+    >>> make_jpeg(48, 64)[:2].hex()
+    'ffd8'
+    """
+    return _save(make_toy_image(height, width, seed), "JPEG", quality=quality)
+
+
+def make_grey_jpeg(height: int, width: int, seed: int = 0) -> bytes:
+    """Return a JPEG with one channel."""
+    return _save(make_toy_image(height, width, seed).convert("L"), "JPEG")
+
+
+def make_cmyk_jpeg(height: int, width: int, seed: int = 0) -> bytes:
+    """Return a JPEG with the four channels of print."""
+    return _save(make_toy_image(height, width, seed).convert("CMYK"), "JPEG")
+
+
+def make_rotated_jpeg(height: int, width: int, seed: int = 0, *, orientation: int = 6) -> bytes:
+    """Return a JPEG stored as `height` x `width` whose EXIF orientation (1 to 8) asks viewers to turn it."""
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[_EXIF_ORIENTATION] = orientation
+    return _save(make_toy_image(height, width, seed), "JPEG", exif=exif)
+
+
+def make_png_with_alpha(height: int, width: int, seed: int = 0) -> bytes:
+    """Return a PNG with four channels, transparent on the left and opaque on the right."""
+    image = make_toy_image(height, width, seed)
+    alpha = np.broadcast_to(np.linspace(0, 255, width).astype(np.uint8), (height, width))
+    from PIL import Image
+
+    image.putalpha(Image.fromarray(np.ascontiguousarray(alpha)))
+    return _save(image, "PNG")
+
+
+def make_palette_png(height: int, width: int, seed: int = 0) -> bytes:
+    """Return a PNG whose pixels are numbers of a palette, one of them transparent."""
+    return _save(make_toy_image(height, width, seed).quantize(16), "PNG", transparency=0)
+
+
+def make_palette_gif(height: int, width: int, seed: int = 0) -> bytes:
+    """Return a GIF of one frame."""
+    return _save(make_toy_image(height, width, seed).quantize(16), "GIF")
+
+
+def make_16bit_png(height: int, width: int, seed: int = 0) -> bytes:
+    """Return a grey PNG with 16 bits for each pixel, as scanners and medical devices write them."""
+    from PIL import Image
+
+    grey = make_toy_pixels(height, width, seed).astype(np.uint16).sum(axis=2, dtype=np.uint16) * 85  # up to 65025
+    return _save(Image.fromarray(grey), "PNG")
+
+
+def make_toy_wave(num_samples: int, rate: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    """Return [num_samples] values between -1 and 1: three tones that swell and fade."""
+    rng = np.random.default_rng(seed)
+    seconds = np.arange(num_samples) / rate
+    tones = [np.sin(2 * np.pi * pitch * seconds + phase) for pitch, phase in rng.uniform(1, 1000, (3, 2))]
+    swell = 0.5 - 0.5 * np.cos(2 * np.pi * seconds)
+    sound: npt.NDArray[np.float32] = (np.mean(tones, axis=0) * swell * 0.8).astype(np.float32)
+    return sound
+
+
+def make_wav(seconds: float, *, rate: int = 16000, channels: int = 1, seed: int = 0) -> bytes:
+    """Return a WAV file of 16-bit samples.
+
+    >>> make_wav(0.5)[:4]
+    b'RIFF'
+    """
+    num_samples = round(seconds * rate)
+    lanes = [make_toy_wave(num_samples, rate, seed + channel) for channel in range(channels)]
+    frames = (np.stack(lanes, axis=1) * 32767).astype("<i2")  # [num_samples, channels]
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(frames.tobytes())
+    return buffer.getvalue()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +210,10 @@ def make_mp4(spec: ClipSpec | None = None, **fields: Any) -> bytes:
         >>> make_mp4(num_frames=4, height=32, width=32)[4:8]
         b'ftyp'
     """
-    require_package("av", "video", "Making a toy clip")
-    import av
-
+    try:
+        import av
+    except ImportError:
+        raise MissingExtraError("av", "video", "Making a toy clip") from None
     spec = ClipSpec(**fields) if spec is None else spec
     rate = Fraction(spec.fps).limit_denominator(1001)
     buffer = io.BytesIO()

@@ -1,22 +1,58 @@
-"""Progress: a bar on a terminal, a plain line now and then in a log.
-
-Enters: what has been done so far. Leaves: text on standard error. Totals that are not known show as such.
-"""
+"""What commands print: tables and JSON on standard output, progress on standard error."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.commands.common import human_bytes, open_console
-
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
-__all__ = ["Progress"]
+    from rich.console import Console
+
+__all__ = ["Progress", "human_bytes", "open_console", "print_json", "print_table"]
 
 _LINE_SECONDS: Final = 10.0
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Return a size as people read it.
+
+    >>> human_bytes(1532928)
+    '1.53 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} TB"
+
+
+def open_console(*, stderr: bool = False) -> Console:
+    """Return a console that knows whether it writes to a terminal."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, soft_wrap=True, highlight=False)
+
+
+def print_table(title: str, rows: Mapping[str, str]) -> None:
+    """Print a table of names and values."""
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    open_console().print(table)
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Print one JSON object."""
+    sys.stdout.write(json.dumps(data, ensure_ascii=False, sort_keys=True) + "\n")
 
 
 class Progress:

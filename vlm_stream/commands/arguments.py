@@ -1,0 +1,228 @@
+"""Arguments that commands share: stores, output, workers, and what plans and streams are made of.
+
+Options of a stream come from a recipe (`--config`), from flags for the usual ones, and from `--set NAME=VALUE` for all
+others; later ones win. Values of `--set` are read as YAML. `--state` takes a state out of what a trainer saved it in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import warnings
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.errors import ConfigError
+from vlm_stream.options import RUN_ARGUMENTS, LoaderOptions, StreamOptions, flag_fields
+from vlm_stream.recipe import load_config
+
+if TYPE_CHECKING:
+    from vlm_stream.storage import StoreOptions
+
+__all__ = [
+    "add_output_arguments",
+    "add_state_argument",
+    "add_store_arguments",
+    "add_stream_arguments",
+    "add_workers_argument",
+    "loader_arguments",
+    "parse_bytes",
+    "parse_mapping",
+    "read_saved_state",
+    "split_options",
+    "store_options",
+]
+
+_UNITS: Final = {
+    "": 1,
+    **{unit: 1000**power for power, unit in enumerate("KMGT", 1)},
+    **{f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)},
+}
+_WAY_OUT: Final = "save torch.save({'data': loader.state_dict()}, path), or its JSON, and name that"
+
+
+def add_store_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add how to reach object stores; credentials come from the environment and the profile alone."""
+    group = parser.add_argument_group("object stores")
+    group.add_argument("--endpoint", metavar="URL", help="server of an S3-compatible store")
+    group.add_argument("--region", help="S3 region")
+    group.add_argument("--anonymous", action="store_true", help="send unsigned requests, for public buckets")
+    group.add_argument("--allow-http", action="store_true", help="accept an endpoint without TLS")
+
+
+def store_options(args: argparse.Namespace) -> StoreOptions | None:
+    """Return the store options that the arguments name, None where they name none."""
+    from vlm_stream.storage import StoreOptions
+
+    if not (args.endpoint or args.region or args.anonymous or args.allow_http):
+        return None
+    return StoreOptions(
+        endpoint=args.endpoint, region=args.region, anonymous=args.anonymous, allow_http=args.allow_http
+    )
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add how results are printed."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print the result as one JSON object, and no progress")
+    group.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def add_workers_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the number of processes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument(
+        "--workers", type=int, default=cores, metavar="N", help="shards at a time (default: the cores, %(default)s)"
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size as people write it.
+
+    >>> parse_bytes("500M"), parse_bytes("2GiB"), parse_bytes("4096")
+    (500000000, 2147483648, 4096)
+    """
+    match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?I?)B?", text.strip().upper())
+    if match is None or match.group(2) not in _UNITS:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size; write 500M, 2GiB or a number of bytes")
+    return int(float(match.group(1)) * _UNITS[match.group(2)])
+
+
+def parse_mapping(text: str | None) -> dict[str, str]:
+    """Read `a=b,c=d`.
+
+    >>> parse_mapping("messages=conversations,images=image")
+    {'messages': 'conversations', 'images': 'image'}
+    """
+    pairs = {}
+    for part in (text or "").split(","):
+        name, equals, value = part.partition("=")
+        if part and not (name and equals and value):
+            raise ConfigError(f"'{part}' is not of the form name=value; write for example messages=conversations.")
+        if part:
+            pairs[name.strip()] = value.strip()
+    return pairs
+
+
+def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add datasets, recipe and options."""
+    parser.add_argument("datasets", nargs="*", metavar="DATASET", help="folders or URLs, or a recipe (.yaml)")
+    parser.add_argument("--config", metavar="YAML", help="a recipe: the arguments of StreamLoader")
+    parser.add_argument("--processor", metavar="NAME_OR_PATH", help="the processor that trains")
+    group = parser.add_argument_group("plan")
+    for option in flag_fields():
+        flag = f"--{option.name.replace('_', '-')}"
+        group.add_argument(flag, metavar="X", help=option.metadata["help"].removesuffix("."))
+    group.add_argument("--world", type=int, metavar="N", help="data-parallel ranks (default: 1)")
+    group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other option")
+    add_store_arguments(parser)
+
+
+def loader_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a `StreamLoader` that the command line names."""
+    import yaml
+
+    recipes = [name for name in args.datasets if name.endswith((".yaml", ".yml"))]
+    datasets = [name for name in args.datasets if name not in recipes]
+    if len(recipes) + bool(args.config) > 1:
+        raise ConfigError(f"two recipes were named ({', '.join([*recipes, args.config or ''])}); give one of them")
+    recipe = args.config or next(iter(recipes), None)
+    found: dict[str, Any] = load_config(recipe) if recipe else {}
+    if datasets:
+        found["sources"] = datasets
+    if "sources" not in found:
+        raise ConfigError("no dataset was named, so there is nothing to plan; give a folder or URL, or --config")
+    if args.processor:
+        found["processor"] = args.processor
+    flags = {option.name: getattr(args, option.name) for option in flag_fields()}
+    found |= {name: value for name, value in flags.items() if value is not None}
+    for text in args.set:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"'--set {text}' has no '=', so it sets nothing; write --set NAME=VALUE")
+        found[name.strip().replace("-", "_")] = yaml.safe_load(value)
+    if (store := store_options(args)) is not None:
+        found["store"] = store
+    return found
+
+
+def split_options(arguments: dict[str, Any]) -> tuple[Any, Any, StreamOptions]:
+    """Return sources, processor and the options of a stream, without what only a running loader needs."""
+    others = (*RUN_ARGUMENTS, *(option.name for option in fields(LoaderOptions)))
+    options = {name: value for name, value in arguments.items() if name not in others}
+    return arguments["sources"], arguments.get("processor"), StreamOptions.parse(options)
+
+
+def add_state_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names a saved state."""
+    parser.add_argument(
+        "--state",
+        metavar="FILE",
+        help="start from a saved state, not from the start of the run: JSON, a file of torch.save, or the folder of a "
+        "checkpoint (torch.distributed.checkpoint, transformers)",
+    )
+
+
+def read_saved_state(path: str | None, options: StreamOptions) -> tuple[dict[str, Any] | None, int]:
+    """Return the cursor in a checkpoint, and how many epochs came before its round; without a path, the start."""
+    from vlm_stream.state import RunState, find_states
+
+    if path is None:
+        return None, 0
+    place = Path(path)
+    try:
+        checkpoint = _read_folder(place) if place.is_dir() else _read_file(place)
+    except OSError as error:
+        raise ConfigError(f"the state {path} cannot be read ({error.strerror or error}); check the path") from error
+    texts = {json.dumps(state): state for state in find_states(checkpoint)}
+    states = [RunState.from_dict(state) for state in texts.values()]
+    used = [state for state in states if state.cursor is not None]
+    if not states:
+        raise ConfigError(f"{path} holds no state of a loader, so there is no place to start from; {_WAY_OUT}")
+    if len(used) > 1:
+        raise ConfigError(f"{path} holds the states of {len(used)} loaders, and it is not known which; {_WAY_OUT}")
+    state = used[0] if used else states[0]
+    return state.cursor, state.rounds * (options.epochs or 0)
+
+
+def _read_file(path: Path) -> Any:
+    """Read JSON, or what torch.save wrote; nothing of it is executed."""
+    with path.open("rb") as file:
+        is_json = file.read(1) == b"{"
+    if is_json:
+        try:
+            found = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ConfigError(f"the state {path} is not JSON ({error}); {_WAY_OUT}") from error
+        return {"vlm_stream": path.read_text(encoding="utf-8").strip()} if "checksum" in found else found
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever the bytes happen to make it raise
+        raise ConfigError(
+            f"{path} is neither JSON nor a file of torch.save that can be read without running code in it "
+            f"({str(error).splitlines()[0]:.120}); {_WAY_OUT}"
+        ) from error
+
+
+def _read_folder(path: Path) -> Any:
+    """Read the state out of a checkpoint's folder."""
+    own = path / "vlm_stream.json"
+    if own.is_file():
+        return _read_file(own)
+    if not (path / ".metadata").is_file():
+        raise ConfigError(f"the folder {path} is no checkpoint with a loader's state in it; {_WAY_OUT}")
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(path)
+    entries = [name for name in reader.read_metadata().state_dict_metadata if name.split(".")[-1] == "vlm_stream"]
+    found: dict[str, Any] = dict.fromkeys(entries, "")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is .*uninitialized")  # no_dist says so already
+        load(found, storage_reader=reader, no_dist=True)
+    return [{"vlm_stream": text} for text in found.values()]
