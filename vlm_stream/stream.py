@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from vlm_stream.allocator import keep_freed_memory
 from vlm_stream.batch import Batch
 from vlm_stream.build import Builder, UnknownLabels
-from vlm_stream.dispatch import build_inline, keep_freed_memory
+from vlm_stream.dispatch import build_inline
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.length import count_rounds, is_endless, length_key
 from vlm_stream.options import StreamOptions

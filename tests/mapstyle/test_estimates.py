@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_stream.mapstyle.estimate import (
+from vlm_stream.collate.estimate import (
     estimate_image_tokens,
     estimate_sample_length,
     estimate_video_tokens,

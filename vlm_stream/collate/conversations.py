@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from vlm_stream.collate.estimate import estimate_image_tokens, extract_image_config
 from vlm_stream.collate.media import merge_media
 from vlm_stream.collate.rows import pad_id_of, pad_rows, padding_side, split_rows
 from vlm_stream.conversation import iter_media
@@ -30,7 +31,7 @@ from vlm_stream.encode import (
 )
 from vlm_stream.keys import IGNORE, INJECTED_FAKE_KEY
 from vlm_stream.media import probe_image
-from vlm_stream.tokens import Geometry, estimate_image_tokens, extract_image_config
+from vlm_stream.tokens import Geometry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

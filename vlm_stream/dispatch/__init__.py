@@ -9,9 +9,8 @@ and gives work to a pool (`pool.py`, the interface): `processes.py` with `worker
 
 from __future__ import annotations
 
-from vlm_stream.dispatch.allocator import keep_freed_memory
 from vlm_stream.dispatch.dispatcher import Dispatcher, DispatchOptions
 from vlm_stream.dispatch.inline import build_inline
 from vlm_stream.dispatch.processes import ProcessPool
 
-__all__ = ["DispatchOptions", "Dispatcher", "ProcessPool", "build_inline", "keep_freed_memory"]
+__all__ = ["DispatchOptions", "Dispatcher", "ProcessPool", "build_inline"]

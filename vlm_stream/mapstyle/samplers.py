@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from vlm_stream.errors import ConfigError, StateError, nearest_name
-from vlm_stream.mapstyle.estimate import (
+from vlm_stream.collate.estimate import (
     estimate_image_tokens,
     estimate_sample_length,
     estimate_video_tokens,
     extract_image_config,
     extract_video_config,
 )
+from vlm_stream.errors import ConfigError, StateError, nearest_name
 from vlm_stream.plan.group import permute_blocks
 from vlm_stream.plan.randomness import Key, words
 

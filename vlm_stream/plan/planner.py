@@ -7,6 +7,8 @@ that talk.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -88,6 +90,10 @@ class Planner:
             "geometry": self.config.geometry,
             "text": self.config.text,
         }
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.blake2b(json.dumps(self._fingerprints, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
     def with_config(self, config: PlanConfig) -> Planner:
         """Return a planner of the same sources with another config."""
