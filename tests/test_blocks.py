@@ -1,13 +1,12 @@
 """Tensors in blocks that are used again: the right values at all times, also for tensors that are kept."""
 
-import itertools
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from vlm_stream.workers import WorkerOptions, WorkerPool
 
+from tests.dispatch.jobs import Numbers, dispatch
 from vlm_stream import blocks
 from vlm_stream.collate import join_rows
 
@@ -24,13 +23,20 @@ def make_item(number):
     return {"cursor": number, "halves": torch.tensor_split(pixels, 2), "one": one, "small": torch.tensor([number])}
 
 
-def job(cursor, first, stride):
-    begin = 0 if cursor is None else cursor + 1
-    for number in itertools.count(begin + first, stride):
-        if number >= NUM_ITEMS:
-            return
+class Items(Numbers):
+    def make(self, number):
         join_rows("dropped", [torch.zeros(1000, 1200)] * 2)  # taken and never sent
-        yield make_item(number)
+        return make_item(number)
+
+
+def batches_of(config, count=NUM_ITEMS, **options):
+    """Yield batches; in the end no process is left. A small limit, so that blocks come back soon."""
+    dispatcher = dispatch(config, count, **{"num_workers": 1, "max_bytes": 300, **options})
+    try:
+        for _ in range(count):
+            yield next(dispatcher)[1].batch
+    finally:
+        dispatcher.close()
 
 
 def is_right(item):
@@ -41,9 +47,8 @@ def is_right(item):
 
 
 def run(keep, num_workers=2):
-    pool = WorkerPool(job, None, WorkerOptions(num_workers=num_workers, start_method="fork"))
     kept, mapped, taken = [], set(), []
-    for item in pool.items(lambda: taken[-1] if taken else None):
+    for item in batches_of(Items(), num_workers=num_workers):
         taken.append(item["cursor"])
         assert is_right(item)
         mapped.add(item["halves"][0].untyped_storage().data_ptr())
@@ -104,36 +109,33 @@ def test_nothing_is_left_open_in_the_parent():
     assert "memfd:vlm-stream" not in Path("/proc/self/maps").read_text()
 
 
-def send_twice(cursor, first, stride):
+class Twice(Numbers):
     """Every third tensor comes again two items later, as with a trainer that asks for the last good batch."""
-    kept = None
-    for number in itertools.count(0 if cursor is None else cursor + 1, stride):
-        if number >= NUM_ITEMS:
-            return
+
+    def make(self, number):
         value = join_rows("pixel_values", [torch.full((600, 700), number, dtype=torch.uint8)] * 4)
         if number % 3 == 0:
-            kept = (number, value)
-        yield {"cursor": number, "sent": [(number, value)] + ([kept] if number % 3 == 2 else [])}
+            self.kept = (number, value)
+        return {"sent": [(number, value)] + ([self.kept] if number % 3 == 2 else [])}
 
 
 def test_a_tensor_that_is_sent_again_is_the_same():
-    pool = WorkerPool(send_twice, None, WorkerOptions(num_workers=1, start_method="fork"))
     held = []
-    for item in pool.items(lambda: None):
+    for item in batches_of(Twice()):
         held = [*held[-1:], item]
         for each in held:
             for number, tensor in each["sent"]:
                 assert (tensor == number).all(), number
 
 
+class Sparse(Numbers):
+    def make(self, number):
+        return {"x": torch.eye(3).to_sparse() * number}
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 def test_tensors_without_a_plain_storage_travel_as_torch_sends_them():
-    def job(cursor, first, stride):
-        for number in range(3):
-            yield {"cursor": number, "x": torch.eye(3).to_sparse() * number}
-
-    pool = WorkerPool(job, None, WorkerOptions(num_workers=1, start_method="fork"))
-    assert [item["x"].to_dense()[0, 0].item() for item in pool.items(lambda: None)] == [0.0, 1.0, 2.0]
+    assert [item["x"].to_dense()[0, 0].item() for item in batches_of(Sparse(), 3)] == [0.0, 1.0, 2.0]
 
 
 def blocks_mapped():
@@ -141,9 +143,8 @@ def blocks_mapped():
 
 
 def test_blocks_beyond_a_few_are_given_up():
-    pool = WorkerPool(job, None, WorkerOptions(num_workers=1, start_method="fork"))
     held, counts = [], []
-    for item in pool.items(lambda: None):
+    for item in batches_of(Items()):
         held = [*held, item] if item["cursor"] < 15 else []
         counts.append(blocks_mapped())
         assert is_right(item)
@@ -151,18 +152,19 @@ def test_blocks_beyond_a_few_are_given_up():
     assert counts[-1] <= 16 + 2 * 4  # those of items that were on their way may be above the limit
 
 
-def test_a_fork_does_not_keep_the_blocks_of_other_workers():
-    def count(cursor, first, stride):
-        for number in range(4):
-            join_rows("pixel_values", [torch.zeros(1000, 1200)] * 2)
-            yield {"mapped": blocks_mapped(), "number": number}
+class Mapped(Numbers):
+    def make(self, number):
+        join_rows("pixel_values", [torch.zeros(1000, 1200)] * 2)
+        return {"mapped": blocks_mapped()}
 
-    outer = WorkerPool(job, None, WorkerOptions(num_workers=1, start_method="fork"))
-    items = outer.items(lambda: None)
+
+def test_a_fork_does_not_keep_the_blocks_of_other_workers():
+    outer = batches_of(Items())
     for _ in range(5):
-        next(items)
+        next(outer)
     assert blocks_mapped() >= 4
-    inner = WorkerPool(count, None, WorkerOptions(num_workers=1, start_method="fork"))
-    assert next(inner.items(lambda: None))["mapped"] <= 3  # its own, and the two of the item that is in use
+    inner = batches_of(Mapped(), 4)
+    # Its own, those of the items in use, and those that had arrived.
+    assert next(inner)["mapped"] <= 3 + 2 * 3
     inner.close()
-    items.close()
+    outer.close()
