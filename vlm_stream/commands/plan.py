@@ -10,8 +10,9 @@ from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
-    from vlm_stream.plan import PlanReport
+    from vlm_stream.plan import PlanReport, Ref
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
@@ -67,15 +68,22 @@ def _columns(sweeps: list[str]) -> dict[str, dict[str, Any]]:
 
 def _report(arguments: dict[str, Any], args: argparse.Namespace) -> PlanReport:
     from vlm_stream.plan import plan_report
+    from vlm_stream.storage.coalesce import plan_requests
     from vlm_stream.stream import StreamOptions, normalise_sources, open_planner, open_processor
 
     sources, processor, options = split_options(arguments)
     parsed = StreamOptions.parse(options)
     named = None if processor is None else open_processor(processor)
-    _, planner, _ = open_planner(normalise_sources(sources), parsed, named)
+    datasets, planner, _ = open_planner(normalise_sources(sources), parsed, named)
     if args.max_steps is None and parsed.epochs is None:
         raise ConfigError("the plan has no end (epochs is null), so it cannot be added up; give --max-steps")
-    return plan_report(planner, parsed.shape(args.world or 1), max_steps=args.max_steps)
+
+    def count_requests(refs: Sequence[Ref]) -> tuple[int, int]:
+        requests = plan_requests(datasets.spans(refs), parsed.read())
+        return len(requests), sum(request.size for request in requests)
+
+    shape = parsed.shape(args.world or 1)
+    return plan_report(planner, shape, max_steps=args.max_steps, count_requests=count_requests)
 
 
 def _print(reports: dict[str, PlanReport]) -> None:
@@ -106,7 +114,7 @@ def _rows(report: PlanReport) -> dict[str, str]:
         "ViT max/mean, step / micro": f"{report.vit_imbalance_step:.3f} / {report.vit_imbalance_micro:.3f}",
         "live shards": f"{report.live_shards:.0f}",
         "variance inflation": f"{report.variance_inflation:.2f}",
-        "requests per sample": f"{report.requests_per_sample:.2f}",
-        "bytes per step": human_bytes(report.bytes_per_step),
+        "requests per sample": f"{report.requests_per_sample or 0:.2f}",
+        "bytes per step": human_bytes(report.bytes_per_step or 0),
         "state": human_bytes(report.state_bytes),
     }

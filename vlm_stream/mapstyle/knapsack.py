@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_stream.plan.pack import best_fit_decreasing
+from vlm_stream.plan import best_fit_decreasing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

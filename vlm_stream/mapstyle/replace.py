@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import BadSampleError
 from vlm_stream.ledger import BadSample, Ledger
-from vlm_stream.plan.randomness import Key, words
+from vlm_stream.plan import Key, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable

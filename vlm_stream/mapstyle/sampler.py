@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 from vlm_stream.errors import ConfigError, StateError, nearest_name
 from vlm_stream.mapstyle.raw import estimate_lengths, raw_dataset
-from vlm_stream.plan.randomness import Key, words
+from vlm_stream.plan import Key, words
 from vlm_stream.tokens import (
     estimate_image_tokens,
     estimate_sample_length,

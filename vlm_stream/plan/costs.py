@@ -1,53 +1,26 @@
 """What a sample costs the model: one number for the language model, one for the vision tower.
 
 Enters: lengths and patch counts, and four coefficients. Leaves: whole numbers, so that sums are the same in any order
-on any machine and all ranks agree on a plan without talking. A model's config is read as plain values, never
-imported.
+on any machine and all ranks agree on a plan without talking.
+
+The coefficients may be derived from a model's config (a dict or an object with attributes, the nested form of a
+`config.json`), in units of one text token. Counted are the multiplications of matrices and of attention scores; a
+backward pass costs two forward passes, one without weight gradients, none where nothing below needs a gradient.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vlm_stream.errors import ConfigError
+from vlm_stream.plan.config import CostConfig
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["CostConfig", "llm_cost", "vit_cost"]
-
-_UNITS_PER_TOKEN = 1024.0  # resolution of the whole numbers: one text token costs this much
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostConfig:
-    """`llm = a1 * tokens + a2 * tokens^2` for each document, `vit = b1 * patches + b2 * patches^2` for each image.
-
-    Only ratios matter. The defaults are those of a 7B model with a 0.7B vision tower, both trained.
-    """
-
-    llm_linear: float = 1.0
-    llm_square: float = 1.4e-5
-    vit_linear: float = 0.09
-    vit_square: float = 1.5e-6
-
-    def __post_init__(self) -> None:
-        """Refuse costs that are negative or nothing at all."""
-        values = (self.llm_linear, self.llm_square, self.vit_linear, self.vit_square)
-        if any(not np.isfinite(v) or v < 0 for v in values) or not any(values):
-            raise ConfigError(
-                f"Cost coefficients {values} cannot be balanced: they must be finite, at least 0, and not all 0. "
-                f"Leave them out for the defaults or derive them with costs_of_model()."
-            )
-
-    @property
-    def scale(self) -> float:
-        """Return what turns a cost into whole units."""
-        lead = next(v for v in (self.llm_linear, self.vit_linear, self.llm_square, self.vit_square) if v > 0)
-        return _UNITS_PER_TOKEN / lead
+__all__ = ["costs_of_model", "llm_cost", "vit_cost"]
 
 
 def llm_cost(tokens: npt.NDArray[np.int64], costs: CostConfig) -> npt.NDArray[np.int64]:
@@ -62,3 +35,78 @@ def vit_cost(
     """Return [n] the vision tower's cost of samples with that many patches."""
     linear = patches.astype(np.float64) * costs.vit_linear
     return np.rint((linear + squares * costs.vit_square) * costs.scale).astype(np.int64)
+
+
+def costs_of_model(config: Any, *, frozen_vit: bool = False, frozen_llm: bool = False) -> CostConfig:
+    """Derive the four coefficients from hidden sizes, layers and vocabulary.
+
+    Args:
+        config: Model config with `text_config` (or its fields at the top) and maybe `vision_config`.
+        frozen_vit: The vision tower runs forward only.
+        frozen_llm: The language model passes gradients on and learns nothing.
+    """
+    text = _get(config, "text_config", "llm_config", "language_config", default=config)
+    vision = _get(config, "vision_config", "vit_config", default=None)
+    llm_factor = 2.0 if frozen_llm else 3.0
+    linear, square = _llm_flops(text)
+    vit_linear, vit_square = _vit_flops(vision) if vision is not None else (0.0, 0.0)
+    vit_factor = 1.0 if frozen_vit else 3.0
+    one = llm_factor * linear
+    return CostConfig(
+        llm_linear=1.0,
+        llm_square=llm_factor * square / one,
+        vit_linear=vit_factor * vit_linear / one,
+        vit_square=vit_factor * vit_square / one,
+    )
+
+
+def _llm_flops(text: Any) -> tuple[float, float]:
+    """Return forward multiply-adds per token, and per squared token."""
+    hidden = _need(text, "hidden_size", "n_embd", "d_model")
+    layers = _need(text, "num_hidden_layers", "n_layer")
+    heads = _need(text, "num_attention_heads", "n_head")
+    head_dim = _get(text, "head_dim", default=None) or hidden // heads
+    kv_heads = _get(text, "num_key_value_heads", default=None) or heads
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    experts = _get(text, "num_experts_per_tok", "num_experts_per_token", default=None)
+    width = _get(text, "moe_intermediate_size", default=None) if experts else None
+    if width:
+        shared = _get(text, "shared_expert_intermediate_size", default=None)
+        shared = shared or width * (_get(text, "n_shared_experts", default=None) or 0)
+        mlp = 3 * hidden * (width * experts + shared)
+    else:
+        mlp = 3 * hidden * _need(text, "intermediate_size", "n_inner")
+    head = hidden * _need(text, "vocab_size")
+    # Scores and values, each heads * head_dim * length / 2 per token under a causal mask.
+    return float(layers * (attention + mlp) + head), float(layers * heads * head_dim)
+
+
+def _vit_flops(vision: Any) -> tuple[float, float]:
+    """Return forward multiply-adds per patch, and per squared patch of an image."""
+    # Where both are given, `hidden_size` is the width of the language model.
+    hidden = _need(vision, "embed_dim", "hidden_size")
+    layers = _need(vision, "depth", "num_hidden_layers")
+    width = _get(vision, "intermediate_size", default=None) or hidden * _get(vision, "mlp_ratio", default=4)
+    gated = str(_get(vision, "hidden_act", default="")) in ("silu", "swish")
+    full = _get(vision, "fullatt_block_indexes", default=None)
+    num_full = layers if full is None else len(full)
+    linear = layers * (4 * hidden * hidden + (3 if gated else 2) * hidden * width)
+    return float(linear), float(num_full * 2 * hidden)
+
+
+def _get(config: Any, *names: str, default: Any) -> Any:
+    for name in names:
+        value = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+        if value is not None:
+            return value
+    return default
+
+
+def _need(config: Any, *names: str) -> Any:
+    value = _get(config, *names, default=None)
+    if value is None:
+        raise ConfigError(
+            f"The model config has no '{names[0]}', so costs cannot be derived from it. Give the config of the "
+            f"model (text_config and vision_config), or set the four coefficients of CostConfig by hand."
+        )
+    return value

@@ -1,44 +1,28 @@
 """The order of one source: which sample stands at position p of its endless stream of epochs.
 
-Enters: shard sizes, seed, epoch. Leaves: refs and lengths of any stretch of positions. Shards are permuted, taken in
-groups of K, and a group's samples are permuted as a whole. Only the live group is ever held (columns and permutation:
-about 20 bytes a sample), so nothing grows with the dataset but one number per shard.
+Enters: shard sizes, a key with seed, source and epoch. Leaves: the layout of an epoch, and the permutation of one
+group of shards. Shards are permuted, taken in groups of K, and a group's samples are permuted as a whole. Only the
+layout, two numbers per shard, grows with the dataset.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_stream.errors import ConfigError
 from vlm_stream.plan.randomness import Key, permutation
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from vlm_stream.plan.config import OrderConfig
     from vlm_stream.plan.values import SourceSpec
 
     Ints = npt.NDArray[np.int64]
 
-__all__ = ["EpochLayout", "OrderConfig", "epoch_layout", "epoch_length", "group_entries"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderConfig:
-    """How far samples are shuffled."""
-
-    group_shards: int = 256
-    """Shards whose samples are permuted as a whole. More: better mixed, more indexes live at once."""
-    run_length: int = 1
-    """Neighbouring samples that stay together. More: fewer requests to the store, a worse mix."""
-
-    def __post_init__(self) -> None:
-        """Refuse what no order can have."""
-        for name in ("group_shards", "run_length"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"order.{name} is {getattr(self, name)}; no sample could be ordered. Give 1 or more.")
+__all__ = ["EpochLayout", "epoch_layout", "epoch_length", "group_entries"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,8 +63,8 @@ def epoch_layout(spec: SourceSpec, key: Key, config: OrderConfig, *, shuffle: bo
 def _quotas(sizes: Ints, ratio: float, key: Key) -> Ints:
     """Share an epoch of `ratio` of the samples out among shards, each within one sample of its due.
 
-    The running total is rounded over a permutation of the shards that is new in every epoch, so that no shard is
-    always the one that loses by the rounding.
+    The running total is rounded over a permutation of the shards that differs between epochs, so that no shard always
+    loses by the rounding.
     """
     turn = permutation(key, len(sizes))
     totals = np.floor(np.cumsum(sizes[turn]) * ratio + 1e-9).astype(np.int64)
@@ -102,14 +86,13 @@ def group_entries(sizes: Ints, quotas: Ints, shards: Ints, key: Key, run_length:
     Returns:
         [sum(quotas)] Positions in the concatenation of the k shards.
     """
-    if np.array_equal(sizes, quotas):
-        entries = np.arange(int(sizes.sum()), dtype=np.int64)
-    else:
-        entries = _subset(sizes, quotas, shards, key)
+    is_whole = np.array_equal(sizes, quotas)
+    entries = np.arange(int(sizes.sum())) if is_whole else _subset(sizes, quotas, shards, key)
     if run_length is None:
         return entries.astype(np.int32)
     if run_length == 1:
-        return entries[permutation(_for(key, "samples"), len(entries))].astype(np.int32)
+        order = permutation(_for(key, "samples"), len(entries))
+        return (order if is_whole else entries[order]).astype(np.int32)
     # Runs are cut shard by shard: quotas [5, 3] and run_length 2 give run numbers [0 0 1 1 2 | 3 3 4].
     runs_per_shard = -(-quotas // run_length)
     first_run = np.concatenate([[0], np.cumsum(runs_per_shard)])
@@ -134,10 +117,4 @@ def _subset(sizes: Ints, quotas: Ints, shards: Ints, key: Key) -> Ints:
 
 
 def _for(key: Key, purpose: str, index: int | None = None) -> Key:
-    return Key(
-        seed=key.seed,
-        purpose=purpose,
-        source=key.source,
-        epoch=key.epoch,
-        index=key.index if index is None else index,
-    )
+    return replace(key, purpose=purpose, index=key.index if index is None else index)

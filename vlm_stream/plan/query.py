@@ -1,7 +1,7 @@
 """Questions to a plan: what is in step N, and when does a sample come.
 
 Enters: a planner, the shape of a step, a step number or a ref, maybe a state to start from. Leaves: `PlannedSample`
-values. Answers are found by planning ahead without dealing, so that only the steps in question are dealt.
+values. Answers are found by planning ahead, and only the steps in question are assigned.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from vlm_stream.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from vlm_stream.plan.config import StepShape
     from vlm_stream.plan.planner import Planner
-    from vlm_stream.plan.steps import Block, Step
-    from vlm_stream.plan.values import Ref, StepShape
+    from vlm_stream.plan.steps import Horizon, Step
+    from vlm_stream.plan.values import Ref
 
-__all__ = ["PlannedSample", "find_sample", "samples_of_step", "state_before_step", "step_at"]
+__all__ = ["PlannedSample", "find_sample", "samples_of_step", "step_at"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,8 @@ class PlannedSample:
 def step_at(planner: Planner, shape: StepShape, step: int, *, state: dict[str, Any] | None = None) -> Step:
     """Return one step that is ahead; it has no state, because what comes before it is skipped."""
 
-    def holds_step(first: int, block: Block) -> bool:
-        return first + -(-len(block.table) // shape.units_per_step) > step
+    def holds_step(first: int, horizon: Horizon) -> bool:
+        return first + horizon.num_steps > step
 
     for found in planner.search(shape, state, holds_step):
         if found.index == step:
@@ -57,7 +58,7 @@ def step_at(planner: Planner, shape: StepShape, step: int, *, state: dict[str, A
         if found.index > step:
             break
     raise InputError(
-        f"Step {step} is not ahead: the run ends before it, or the state stands behind it. Ask for another step, or "
+        f"Step {step} is not ahead: the run ends before it, or the state stands after it. Ask for another step, or "
         f"start from the beginning of the run or from an earlier state."
     )
 
@@ -71,41 +72,19 @@ def samples_of_step(
 
 
 def find_sample(
-    planner: Planner, shape: StepShape, ref: Ref, *, state: dict[str, Any] | None = None, max_steps: int | None = None
+    planner: Planner, shape: StepShape, ref: Ref, *, state: dict[str, Any] | None = None
 ) -> PlannedSample | None:
-    """Return where a sample is delivered next; None when it is not, within `max_steps` or before the end.
+    """Return where a sample is delivered next; None when the stream ends before."""
 
-    An endless stream needs `max_steps` for samples that are never delivered.
-    """
+    def may_hold_sample(_first: int, horizon: Horizon) -> bool:
+        return any((window.samples.refs == ref).all(axis=1).any() for window in horizon.table.windows)
 
-    def may_hold_sample(first: int, block: Block) -> bool:
-        past = max_steps is not None and first >= begin + max_steps
-        return past or any((window.samples.refs == ref).all(axis=1).any() for window in block.table.windows)
-
-    begin = planner.start(state).progress.steps
     name = planner.sources[ref.source].name
     for step in planner.search(shape, state, may_hold_sample):
-        if max_steps is not None and step.index >= begin + max_steps:
-            return None
         for delivery in _deliveries(planner, step):
             if (delivery.source, delivery.shard, delivery.sample_row) == (name, ref.shard, ref.row):
                 return delivery
     return None
-
-
-def state_before_step(
-    planner: Planner, shape: StepShape, step: int, *, state: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the state with which a run goes on at that step: to rewind, or to skip ahead, without a saved state."""
-    for found in planner.steps(shape, state):
-        if found.index == step - 1:
-            return found.state_after()
-        if found.index >= step:
-            break
-    raise InputError(
-        f"No step ends right before step {step}: it is the first one, the run ends earlier, or the state stands behind "
-        f"it. Ask for another step, or begin without a state."
-    )
 
 
 def _deliveries(planner: Planner, step: Step) -> Iterator[PlannedSample]:

@@ -1,34 +1,37 @@
 """The samples of one source at given positions, with what the plan must know of each.
 
-Enters: an order and a `ColumnReader`. Leaves: `Samples`, arrays with a row per sample. The columns of the live group
-are kept, two groups at most (a window may straddle their border).
+Enters: an order and a `ColumnReader`. Leaves: `Samples`, arrays with a row per sample. Columns are kept for the live
+group of shards, two groups at most (a window may straddle their border): about 24 bytes a sample with its place in
+the permutation. Nothing else grows with the dataset but the layout of the epoch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vlm_stream.plan.live_columns import LiveColumns
+from vlm_stream.errors import DatasetError
+from vlm_stream.plan.costs import vit_cost
 from vlm_stream.plan.order import EpochLayout, epoch_layout, epoch_length, group_entries
 from vlm_stream.plan.randomness import Key
+from vlm_stream.ragged import take_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
-    from vlm_stream.plan.config import PlanConfig
-    from vlm_stream.plan.costs import CostConfig
-    from vlm_stream.plan.values import ColumnReader, SourceSpec
+    from vlm_stream.plan.config import CostConfig, PlanConfig
+    from vlm_stream.plan.values import ColumnReader, SampleColumns, SourceSpec
 
     Ints = npt.NDArray[np.int64]
 
-_SMALL_SOURCE = 1 << 18  # samples; their columns take 5 MB
+__all__ = ["Samples", "SourceStream", "concatenate"]
 
-__all__ = ["Samples", "SourceStream", "concatenate", "read_refs"]
+_SMALL_SOURCE = 1 << 18  # samples whose columns are kept for good
+_SAMPLES_AT_ONCE = 1 << 18  # that a reader is asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,12 +40,14 @@ class Samples:
 
     refs: Ints
     """[n, 3] Source, shard, row."""
+    position: Ints
+    """[n] Position in the source's endless stream of epochs."""
     tokens: Ints
     """[n] Length; after a mode's rules were applied: the length that is delivered."""
     vision: Ints
     """[n] Vision tokens."""
     vit: Ints
-    """[n] Cost in the vision tower, in whole units."""
+    """[n] Cost in the vision tower, in whole numbers."""
     labels: Ints
     """[n] Tokens that are learned; -1: unknown, or changed by the mode's rules."""
     age: Ints
@@ -54,27 +59,16 @@ class Samples:
 
     def pick(self, rows: npt.NDArray[np.generic]) -> Samples:
         """Return some of the samples, in the order of `rows`."""
-        return Samples(
-            refs=self.refs[rows],
-            tokens=self.tokens[rows],
-            vision=self.vision[rows],
-            vit=self.vit[rows],
-            labels=self.labels[rows],
-            age=self.age[rows],
-        )
+        return Samples(**{name: getattr(self, name)[rows] for name in _COLUMNS})
 
     @staticmethod
-    def empty(count: int = 0) -> Samples:
-        """Return samples that are still to be filled in; none by default."""
-        zeros = np.zeros(count, dtype=np.int64)
-        return Samples(
-            refs=np.zeros((count, 3), dtype=np.int64),
-            tokens=zeros,
-            vision=zeros.copy(),
-            vit=zeros.copy(),
-            labels=zeros.copy(),
-            age=zeros.copy(),
-        )
+    def none() -> Samples:
+        """Return no samples."""
+        zeros = np.zeros(0, dtype=np.int64)
+        return Samples(**{name: zeros.reshape(0, 3) if name == "refs" else zeros for name in _COLUMNS})
+
+
+_COLUMNS = tuple(field.name for field in fields(Samples))
 
 
 def concatenate(parts: Sequence[Samples]) -> Samples:
@@ -82,27 +76,68 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        return Samples.empty()
-    return Samples(
-        refs=np.concatenate([p.refs for p in parts]),
-        tokens=np.concatenate([p.tokens for p in parts]),
-        vision=np.concatenate([p.vision for p in parts]),
-        vit=np.concatenate([p.vit for p in parts]),
-        labels=np.concatenate([p.labels for p in parts]),
-        age=np.concatenate([p.age for p in parts]),
-    )
+        return Samples.none()
+    return Samples(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS})
 
 
-class _LiveGroup(NamedTuple):
-    """One group of shards."""
+class ColumnCache:
+    """Columns of the samples of some shards, read when a shard is first touched, and then kept."""
+
+    def __init__(self, shards: Ints, sizes: Ints) -> None:
+        """Prepare for [k] shards with so many samples each; nothing is read yet."""
+        self.shards = shards
+        self.splits = np.concatenate([[0], np.cumsum(sizes)])  # [k + 1]
+        self._is_read = np.zeros(len(shards), dtype=bool)
+        # Uninitialised on purpose: pages of shards that are never read cost no memory.
+        total = int(self.splits[-1])
+        self.tokens = np.empty(total, dtype=np.int32)
+        self.vision = np.empty(total, dtype=np.int32)
+        self.vit = np.empty(total, dtype=np.int64)
+        self.labels = np.empty(total, dtype=np.int32)
+
+    def load(self, slots: Ints, number: int, spec: SourceSpec, read: ColumnReader, costs: CostConfig) -> None:
+        """Read those of the shards in some slots that were not read yet."""
+        touched = np.zeros(len(self.shards), dtype=bool)
+        touched[slots] = True
+        for missing in self._portions(np.flatnonzero(touched & ~self._is_read)):
+            columns = _read_shards(read, number, spec, self.shards[missing].tolist())
+            rows, _ = take_rows(self.splits, missing)
+            self.tokens[rows] = columns.tokens
+            self.vision[rows] = columns.vision_tokens
+            self.vit[rows] = vit_cost(columns.vision_patches, columns.vision_squares, costs)
+            self.labels[rows] = columns.labels
+            self._is_read[missing] = True
+
+    def _portions(self, slots: Ints) -> Iterator[Ints]:
+        """Cut slots into portions whose indexes fit into some tens of megabytes."""
+        portion = np.cumsum(self.splits[slots + 1] - self.splits[slots]) // _SAMPLES_AT_ONCE
+        yield from (slots[portion == number] for number in sorted(set(portion.tolist())))
+
+
+def _read_shards(read: ColumnReader, number: int, spec: SourceSpec, shards: Sequence[int]) -> SampleColumns:
+    columns = read(number, shards)
+    expected = sum(map(spec.samples_per_shard.__getitem__, shards))
+    if len(columns.tokens) != expected:
+        which = (
+            f"index of shard {shards[0]}" if len(shards) == 1 else f"indexes of shards {', '.join(map(str, shards))}"
+        )
+        raise DatasetError(
+            f"The {which} of source '{spec.name}' has {len(columns.tokens)} samples, the manifest says {expected}; "
+            f"every position behind it would be wrong. Index the shard again or restore its manifest."
+        )
+    return columns
+
+
+class _ShardGroup(NamedTuple):
+    """One live group of shards."""
 
     shards: Ints
     """[k]"""
     splits: Ints
-    """[k + 1] Rows of the shards, one behind the other."""
+    """[k + 1] Rows of the shards, one after the other."""
     entries: npt.NDArray[np.int32]
     """[delivered] Such rows, in the order of the epoch."""
-    columns: LiveColumns
+    columns: ColumnCache
 
 
 class SourceStream:
@@ -113,38 +148,37 @@ class SourceStream:
         self.number = number
         self.spec = spec
         self.epoch_length = epoch_length(spec)
-        self.digest = f"{spec.digest}:{spec.sample_ratio!r}"
-        """Changes when any of the source's positions may name another sample."""
         self._read = read
         self._key = Key(seed=config.seed, purpose="", source=spec.name)
         self._order = config.order
         self._shuffle = config.shuffle
         self._costs = config.balance.costs
         self._layouts: dict[int, EpochLayout] = {}
-        self._groups: dict[tuple[int, int], _LiveGroup] = {}
+        self._groups: dict[tuple[int, int], _ShardGroup] = {}
         # A small source meets the same shards in every epoch, and many epochs in one window.
         one_group = len(spec.samples_per_shard) <= config.order.group_shards
-        self._kept: LiveColumns | None = None
+        self._kept: ColumnCache | None = None
         if one_group and spec.num_samples <= _SMALL_SOURCE:
             sizes = np.asarray(spec.samples_per_shard, dtype=np.int64)
-            self._kept = LiveColumns(np.arange(len(sizes)), sizes)
+            self._kept = ColumnCache(np.arange(len(sizes)), sizes)
 
-    def take(self, position: int, count: int) -> Samples:
-        """Return the samples at `count` positions from `position` on, whatever epochs and groups they lie in."""
+    def take(self, positions: Ints) -> Samples:
+        """Return the samples at ascending positions, whatever epochs and groups they lie in."""
         parts = []
-        while count > 0:
-            epoch, begin = divmod(position, self.epoch_length)
+        begin = 0
+        while begin < len(positions):
+            epoch, offset = divmod(int(positions[begin]), self.epoch_length)
             layout = self._layout(epoch)
-            number = layout.group_at(begin)
-            end = min(int(layout.group_begins[number + 1]), begin + count)
-            group = self._group(epoch, number, layout)
-            base = int(layout.group_begins[number])
-            parts.append(self._samples(group, group.entries[begin - base : end - base]))
-            position += end - begin
-            count -= end - begin
+            number = layout.group_at(offset)
+            first, last = (epoch * self.epoch_length + int(layout.group_begins[number + k]) for k in (0, 1))
+            end = int(np.searchsorted(positions, last))
+            parts.append(self._samples(self._group(epoch, number, layout), positions[begin:end], first))
+            begin = end
         return concatenate(parts)
 
-    def _samples(self, group: _LiveGroup, rows: npt.NDArray[np.int32]) -> Samples:
+    def _samples(self, group: _ShardGroup, positions: Ints, first: int) -> Samples:
+        """Return samples of one group that begins at position `first`."""
+        rows = group.entries[positions - first]
         slots = np.searchsorted(group.splits, rows, side="right") - 1
         refs = np.empty((len(rows), 3), dtype=np.int64)
         refs[:, 0] = self.number
@@ -157,6 +191,7 @@ class SourceStream:
         at = columns.splits[slots] + refs[:, 2]
         return Samples(
             refs=refs,
+            position=positions,
             tokens=columns.tokens[at].astype(np.int64),
             vision=columns.vision[at].astype(np.int64),
             vit=columns.vit[at],
@@ -172,7 +207,7 @@ class SourceStream:
             )
         return self._layouts[epoch]
 
-    def _group(self, epoch: int, number: int, layout: EpochLayout) -> _LiveGroup:
+    def _group(self, epoch: int, number: int, layout: EpochLayout) -> _ShardGroup:
         if (epoch, number) not in self._groups:
             _forget_all_but_newest(self._groups)
             k = self._order.group_shards
@@ -185,28 +220,12 @@ class SourceStream:
                 replace(self._key, epoch=epoch, index=number),
                 self._order.run_length if self._shuffle else None,
             )
-            columns = self._kept or LiveColumns(shards, sizes)
+            columns = self._kept or ColumnCache(shards, sizes)
             splits = np.concatenate([[0], np.cumsum(sizes)])
-            self._groups[epoch, number] = _LiveGroup(shards, splits, entries, columns)
+            self._groups[epoch, number] = _ShardGroup(shards, splits, entries, columns)
         return self._groups[epoch, number]
 
 
 def _forget_all_but_newest(cache: dict[Any, Any]) -> None:
     for old in list(cache)[:-1]:
         del cache[old]
-
-
-def read_refs(refs: Ints, specs: Sequence[SourceSpec], read: ColumnReader, costs: CostConfig) -> Samples:
-    """Look samples up by ref, shard by shard: for the few that a state names."""
-    out = Samples.empty(len(refs))
-    out.refs[:] = refs
-    for source in sorted(set(refs[:, 0].tolist())):  # not `np.unique`: its first call imports numpy.ma, for 18 ms
-        here = np.flatnonzero(refs[:, 0] == source)
-        shards = np.asarray(sorted(set(refs[here, 1].tolist())), dtype=np.int64)
-        slots = np.searchsorted(shards, refs[here, 1])
-        live = LiveColumns(shards, np.asarray([specs[source].samples_per_shard[shard] for shard in shards.tolist()]))
-        live.load(slots, source, specs[source], read, costs)
-        rows = live.splits[slots] + refs[here, 2]
-        for name in ("tokens", "vision", "vit", "labels"):
-            getattr(out, name)[here] = getattr(live, name)[rows]
-    return out

@@ -1,8 +1,7 @@
 """The values that enter and leave the plan.
 
-Enters: `SourceSpec` (shard sizes of a manifest) and `SampleColumns` (costs and byte ranges of one shard's samples,
-read by whoever owns the index, on demand). Leaves: `Unit` and the steps made of them. Nothing here knows files or
-tensors.
+Enters: `SourceSpec` (shard sizes of a manifest) and `SampleColumns` (costs of samples, read on demand by a
+`ColumnReader`). Leaves: `Ref`, and `Dropped` for what is left out. Nothing here knows files or tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["ColumnReader", "Dropped", "Ref", "SampleColumns", "SourceSpec", "StepShape", "Unit"]
+__all__ = ["ColumnReader", "Dropped", "Ref", "SampleColumns", "SourceSpec"]
 
 
 class Ref(NamedTuple):
@@ -31,7 +30,7 @@ class Ref(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleColumns:
-    """What the plan must know of n samples, of one shard or of several one behind the other."""
+    """What the plan must know of n samples, of one shard or of several one after the other."""
 
     tokens: npt.NDArray[np.int64]
     """[n] Length in tokens, media included."""
@@ -43,10 +42,6 @@ class SampleColumns:
     """[n] Sum over images of patches squared."""
     labels: npt.NDArray[np.int64]
     """[n] Tokens that are learned; -1: unknown."""
-    offset: npt.NDArray[np.int64]
-    """[n] First byte in the shard."""
-    num_bytes: npt.NDArray[np.int64]
-    """[n] Length of the byte range."""
 
 
 ColumnReader: TypeAlias = "Callable[[int, Sequence[int]], SampleColumns]"
@@ -63,8 +58,8 @@ class SourceSpec:
     """Changes when any shard or index of the source changes."""
     weight: float = 1.0
     sample_ratio: float = 1.0
-    """Share of the source that one of its epochs delivers; which samples a ratio below 1 leaves out is
-    chosen anew in every epoch, above 1 some or all come more than once."""
+    """Share of the source that one of its epochs delivers. Below 1, each epoch chooses which samples it leaves out;
+    above 1, some or all samples come more than once."""
     tokens_per_sample: float = 1.0
     """Mean length: what turns a weight in tokens into a weight in samples."""
     num_samples: int = field(init=False)
@@ -80,28 +75,6 @@ class SourceSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepShape:
-    """How steps are cut from the unit stream: the only place that knows the world size. May change at any resume."""
-
-    world_size: int = 1
-    micro_batches: int = 1
-    """Micro-batches that each rank accumulates in one step."""
-    batch_size: int = 1
-    """Units in one micro-batch: packs as rows, or single samples."""
-
-    def __post_init__(self) -> None:
-        """Refuse steps that hold nothing."""
-        for name in ("world_size", "micro_batches", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} makes steps without units. Give 1 or more.")
-
-    @property
-    def units_per_step(self) -> int:
-        """Return how many units all ranks together consume in one step."""
-        return self.world_size * self.micro_batches * self.batch_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
     """A sample that the plan left out or shortened, and why."""
 
@@ -110,12 +83,3 @@ class Dropped:
     """`too_long`, `too_much_vision` or `truncated`: the last one is delivered, cut to the limit."""
     tokens: int
     vision_tokens: int
-
-
-class Unit(NamedTuple):
-    """A pack, a group or a single sample: what is never split between ranks."""
-
-    refs: tuple[Ref, ...]
-    tokens: int
-    llm_cost: float
-    vit_cost: float

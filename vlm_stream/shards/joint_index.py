@@ -31,7 +31,6 @@ from vlm_stream.shards.layout import JOINT_INDEX
 from vlm_stream.shards.schema import COUNTED_AS, COUNTS, index_schema, joint_schema
 from vlm_stream.storage.values import Span
 from vlm_stream.tokens import TokenColumns, count_tokens, counted_as
-from vlm_stream.tuples import make_tuples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,7 +114,7 @@ class JointIndex:
         crc, members = np.asarray(self._places.crc32c)[at].tolist(), self._places.members_of(at)
         path, num_bytes, etag = (self._of_shards(name, shards) for name in ("name", "bytes", "etag"))
         fields = zip(repeat(self._root), path, offset, size, crc, members, num_bytes, etag, strict=False)
-        return make_tuples(Span, fields)
+        return [Span(*row) for row in fields]
 
     def names(self, shards: Ints, rows: Ints) -> list[tuple[str, str]]:
         """Return shard and key of samples."""

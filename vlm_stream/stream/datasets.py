@@ -18,7 +18,7 @@ import pyarrow.parquet  # noqa: F401 - every stream reads indexes; later, it wou
 
 from vlm_stream.errors import DatasetError
 from vlm_stream.plan import Ref, SampleColumns, SourceSpec
-from vlm_stream.ragged import entries_of
+from vlm_stream.ragged import take_rows
 from vlm_stream.shards import fetch_index, load_manifest, open_index, read_joint_index, template_digest
 from vlm_stream.storage import open_store
 from vlm_stream.stream.counting import num_media
@@ -134,16 +134,14 @@ class OpenDatasets:
         """Return what the plan must know of the samples of some shards, one after the other: its column reader."""
         joint = self._join(source, len(shards))
         if joint is not None:
-            rows = entries_of(joint.splits, np.asarray(shards))
-            places = [column[rows].astype(np.int64) for column in (joint.offset, joint.size)]
+            rows, _ = take_rows(joint.splits, np.asarray(shards))
             if joint.counted_as == counted_as(self.geometry_digest) and not self._fake_tokens:
-                return _columns(joint.counts(rows), self._labels(source, joint.label_tokens(rows)), *places)
+                return _columns(joint.counts(rows), self._labels(source, joint.label_tokens(rows)))
             media = joint.media(rows)
         else:
             indexes = self._open_indexes(source, shards)
-            places = [np.concatenate(parts) for parts in zip(*((i.offset, i.size) for i in indexes), strict=True)]
             media = join_columns([index.media for index in indexes])
-        return _columns(self._count(media), self._labels(source, media.label_tokens), *places)
+        return _columns(self._count(media), self._labels(source, media.label_tokens))
 
     def _open_indexes(self, source: int, shards: Sequence[int]) -> list[ShardIndex]:
         """Read indexes side by side."""
@@ -259,15 +257,13 @@ class OpenDatasets:
         return max(float(self(source, [largest]).tokens.mean()), 1.0)
 
 
-def _columns(counted: TokenColumns, labels: Ints, offset: Ints, size: Ints) -> SampleColumns:
+def _columns(counted: TokenColumns, labels: Ints) -> SampleColumns:
     return SampleColumns(
         tokens=counted.tokens,
         vision_tokens=counted.vision_tokens,
         vision_patches=counted.vision_patches,
         vision_squares=counted.vision_squares,
         labels=labels,
-        offset=offset,
-        num_bytes=size,
     )
 
 
