@@ -138,7 +138,7 @@ def _watch_all(stages: Stages) -> None:
     stages.watch(dataset, "Encoder", "encoder")
     stages.watch(datasets.OpenDatasets, "prefetch", "indexes")
     stages.watch(planner, "plan_window", "plan")
-    stages.watch(planner, "next_block", "plan")
+    stages.watch(planner, "next_horizon", "plan")
     stages.watch(reader.SpanReader, "_launch", "ask for data")
     stages.watch(reader.SpanReader, "_finish", "wait for data")
     stages.watch(pipeline, "_finish", _ENCODE)

@@ -319,9 +319,36 @@ def test_a_state_stays_small_at_the_worst_moment(make):
     assert len(json.dumps(state)) <= 4 * 1024
 
 
+def test_a_state_of_half_a_billion_samples_fits_into_a_kilobyte(make):
+    sources = [make.source("finevision", [5000] * 100_000)]
+    reader = CachedReader(make, lambda _, n: np.random.default_rng(1).lognormal(6.5, 0.9, n).clip(1, 8192), 5000)
+    config = PlanConfig(mode=PackConfig(pack_size=8192), geometry="0123456789abcdef+0", text="d" * 64)
+    steps = Planner(sources, reader, config).steps(StepShape(world_size=256, micro_batches=8))
+    sizes = [len(json.dumps(step.state_after(), separators=(",", ":"))) for step in itertools.islice(steps, 12)]
+    assert max(sizes) <= 1024
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({"seed": 6}, False),
+        ({"window": 201}, False),
+        ({"geometry": "other"}, False),
+        ({"text": "other"}, False),
+        ({"epochs": 7}, True),
+        ({"balance": BalanceConfig(barrier="micro")}, True),
+    ],
+)
+def test_the_digest_names_what_a_state_must_find_again(make, change, is_same):
+    digest = make.planner(sources_of(make), CONFIG).digest
+    assert len(bytes.fromhex(digest)) == 8
+    assert (make.planner(sources_of(make), replace(CONFIG, **change)).digest == digest) == is_same
+    assert make.planner(sources_of(make, sample_ratio=0.5), CONFIG).digest != digest
+
+
 class CachedReader:
-    def __init__(self, make, lengths):
-        self.columns = make.columns(lengths(None, 10_000))
+    def __init__(self, make, lengths, size=10_000):
+        self.columns = make.columns(lengths(None, size))
         self.join = make.join
 
     def __call__(self, source, shards):
