@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vlm_stream.errors import ConfigError
 from vlm_stream.plan import BalanceConfig, CostConfig, PackConfig, PlanConfig, StepShape, plan_report
-from vlm_stream.plan.assign import assign, equal_parts, relative_costs, swap_until_even
+from vlm_stream.plan.balance import assign, equal_parts, relative_costs, swap_until_even
 from vlm_stream.plan.queue import UnitTable
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from vlm_stream.errors import ConfigError, DatasetError
 from vlm_stream.plan import OrderConfig, PlainConfig, PlanConfig, Planner, StepShape
+from vlm_stream.plan.order import SourceStream
 from vlm_stream.plan.randomness import Key, permutation, words
-from vlm_stream.plan.samples import SourceStream
 
 
 def stream_of(make, sizes, *, shuffle=True, seed=0, reader=None, ratio=1.0, **order):

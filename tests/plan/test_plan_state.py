@@ -27,7 +27,7 @@ from vlm_stream.plan import (
     Ref,
     StepShape,
 )
-from vlm_stream.plan.samples import Samples
+from vlm_stream.plan.order import Samples
 from vlm_stream.plan.state import pack_carry, unpack_carry
 from vlm_stream.plan.window import WindowStart
 

@@ -8,43 +8,46 @@ The path of a sample, and the files that it meets:
 
     order -> mixture -> window -> packs or groups -> steps -> ranks
 
-- `values`, `config`: what enters and leaves.
-- order: `order` (one source's permutation, keyed by `randomness`), `samples` (its columns, while they are live).
+- `values`: what enters and leaves, and the config.
+- order: `order` (one source's permutation, keyed by `randomness`, and its columns while they are live).
 - mixture: `mixture` (which source is drawn next).
 - window: `window` (a few thousand draws, cut together into the next units of the stream).
-- packs or groups: `units`, with `pack` (best fit) and `costs`.
+- packs or groups: `units`, with `pack` (best fit).
 - steps: `queue` (units not yet assigned, and the cursor), `steps` (what is consumed between two updates).
-- ranks: `assign` (who gets which unit).
-- `state` (the cursor as JSON), `resume` (does it fit this plan), `planner` (all of it together); then `report` and
-  `query`.
+- ranks: `balance` (what units cost, who gets which).
+- `state` (the cursor as JSON), `resume` (does it fit this plan), `planner` (all of it together), `report` (what it will
+  do, and where a sample is).
 
 A cursor is where the plan stands, as values; a state is its JSON with what proves that it fits.
 """
 
 from __future__ import annotations
 
-from vlm_stream.plan.config import (
+from vlm_stream.plan.balance import costs_of_model
+from vlm_stream.plan.pack import best_fit_decreasing
+from vlm_stream.plan.planner import Count, Planner
+from vlm_stream.plan.randomness import Key, mix64, words
+from vlm_stream.plan.report import PlannedSample, PlanReport, find_sample, plan_report, samples_of_step, step_at
+from vlm_stream.plan.resume import OVERRIDES
+from vlm_stream.plan.state import read_state
+from vlm_stream.plan.steps import Step
+from vlm_stream.plan.units import permute_chunks
+from vlm_stream.plan.values import (
     BalanceConfig,
+    ColumnReader,
     CostConfig,
+    Dropped,
     GroupConfig,
     MixtureConfig,
     OrderConfig,
     PackConfig,
     PlainConfig,
     PlanConfig,
+    Ref,
+    SampleColumns,
+    SourceSpec,
     StepShape,
 )
-from vlm_stream.plan.costs import costs_of_model
-from vlm_stream.plan.pack import best_fit_decreasing
-from vlm_stream.plan.planner import Count, Planner
-from vlm_stream.plan.query import PlannedSample, find_sample, samples_of_step, step_at
-from vlm_stream.plan.randomness import Key, mix64, words
-from vlm_stream.plan.report import PlanReport, plan_report
-from vlm_stream.plan.resume import OVERRIDES
-from vlm_stream.plan.state import read_state
-from vlm_stream.plan.steps import Step
-from vlm_stream.plan.units import permute_chunks
-from vlm_stream.plan.values import ColumnReader, Dropped, Ref, SampleColumns, SourceSpec
 
 __all__ = [
     "OVERRIDES",

@@ -17,9 +17,9 @@ import numpy as np
 
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.plan.mixture import shares_of
+from vlm_stream.plan.order import Samples, SourceStream
 from vlm_stream.plan.queue import Cursor, Delivered, UnitQueue
 from vlm_stream.plan.resume import resume
-from vlm_stream.plan.samples import Samples, SourceStream
 from vlm_stream.plan.state import Fingerprints, read_state, write_state
 from vlm_stream.plan.steps import Horizon, Step, next_horizon, steps_of
 from vlm_stream.plan.window import Terms, Window, WindowStart, epoch_at, plan_window
@@ -27,8 +27,7 @@ from vlm_stream.plan.window import Terms, Window, WindowStart, epoch_at, plan_wi
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from vlm_stream.plan.config import BalanceConfig, PlanConfig, StepShape
-    from vlm_stream.plan.values import ColumnReader, SourceSpec
+    from vlm_stream.plan.values import BalanceConfig, ColumnReader, PlanConfig, SourceSpec, StepShape
 
 __all__ = ["Count", "Planner"]
 

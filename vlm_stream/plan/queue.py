@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from vlm_stream.plan.config import BalanceConfig, StepShape
-    from vlm_stream.plan.values import Dropped
+    from vlm_stream.plan.values import BalanceConfig, Dropped, StepShape
     from vlm_stream.plan.window import Terms, Window, WindowStart
 
     Ints = npt.NDArray[np.int64]

@@ -1,7 +1,8 @@
-"""The dry run: what a plan will do in a given world, from the index alone.
+"""What a plan will do in a given world, and when: a report, and the samples of a step or the step of a sample.
 
-Enters: a planner, the shape of a step, how many steps to look at. Leaves: `PlanReport`, plain numbers. Nothing is
-fetched, nothing decoded; byte ranges are read from the same columns as lengths.
+Enters: a planner, the shape of a step; for requests, a function of the readers that counts those of a batch. Leaves:
+`PlanReport` and `PlannedSample`, plain values. Nothing is fetched, nothing decoded. Single samples are found by
+planning ahead, and only the steps in question are assigned.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlm_stream.plan.config import PackConfig
+from vlm_stream.errors import InputError
 from vlm_stream.plan.pack import packs_lower_bound
+from vlm_stream.plan.values import PackConfig
 from vlm_stream.ragged import take_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
-    from vlm_stream.plan.config import StepShape
     from vlm_stream.plan.planner import Planner
-    from vlm_stream.plan.steps import Step
-    from vlm_stream.plan.values import Ref
+    from vlm_stream.plan.steps import Horizon, Step
+    from vlm_stream.plan.values import Ref, StepShape
 
     Ints = npt.NDArray[np.int64]
     RequestCounter = Callable[[Sequence[Ref]], tuple[int, int]]
 
-__all__ = ["PlanReport", "plan_report"]
+__all__ = ["PlanReport", "PlannedSample", "find_sample", "plan_report", "samples_of_step", "step_at"]
 
 _MAX_COUNTED = 100_000  # samples whose requests are counted; they stand for the rest
 
@@ -267,3 +268,90 @@ def _steps_per_epoch(planner: Planner, shape: StepShape, tally: _Tally) -> float
     done = min(epochs) if planner.terms.stop in ("all", "each") else max(epochs)
     steps = tally.sums["units"] / shape.units_per_step
     return steps / done if done > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSample:
+    """One sample at its place in the run."""
+
+    step: int
+    rank: int
+    micro: int
+    row: int
+    """Row of the micro-batch: a pack, a group or a sample."""
+    place: int
+    """Place within the row."""
+    source: str
+    shard: int
+    sample_row: int
+    """Row of the sample in its shard's index; with shard and source the key is found there."""
+    tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def step_at(planner: Planner, shape: StepShape, step: int, *, state: dict[str, Any] | None = None) -> Step:
+    """Return one step that is ahead; it has no state, because what comes before it is skipped."""
+
+    def holds_step(first: int, horizon: Horizon) -> bool:
+        return first + horizon.num_steps > step
+
+    for found in planner.search(shape, state, holds_step):
+        if found.index == step:
+            return found
+        if found.index > step:
+            break
+    raise InputError(
+        f"Step {step} is not ahead: the run ends before it, or the state stands after it. Ask for another step, or "
+        f"start from the beginning of the run or from an earlier state."
+    )
+
+
+def samples_of_step(
+    planner: Planner, shape: StepShape, step: int, *, rank: int | None = None, state: dict[str, Any] | None = None
+) -> tuple[PlannedSample, ...]:
+    """Return the samples of one step, of one rank or of all, in the order of delivery."""
+    found = step_at(planner, shape, step, state=state)
+    return tuple(sample for sample in _deliveries(planner, found) if rank is None or sample.rank == rank)
+
+
+def find_sample(
+    planner: Planner, shape: StepShape, ref: Ref, *, state: dict[str, Any] | None = None
+) -> PlannedSample | None:
+    """Return where a sample is delivered next; None when the stream ends before."""
+
+    def may_hold_sample(_first: int, horizon: Horizon) -> bool:
+        return any((window.samples.refs == ref).all(axis=1).any() for window in horizon.table.windows)
+
+    name = planner.sources[ref.source].name
+    for step in planner.search(shape, state, may_hold_sample):
+        for delivery in _deliveries(planner, step):
+            if (delivery.source, delivery.shard, delivery.sample_row) == (name, ref.shard, ref.row):
+                return delivery
+    return None
+
+
+def _deliveries(planner: Planner, step: Step) -> Iterator[PlannedSample]:
+    table, grid = step.table, step.numbers()
+    for micro in range(step.micro_begin, grid.shape[0]):
+        for rank in range(grid.shape[1]):
+            for row, number in enumerate(grid[micro, rank].tolist()):
+                if number < 0:
+                    continue
+                window, unit = table.windows[int(table.window[number])], int(table.unit[number])
+                members = np.arange(window.splits[unit], window.splits[unit + 1])
+                refs, tokens = window.samples.refs[members].tolist(), window.samples.tokens[members].tolist()
+                for place, ((source, shard, sample_row), length) in enumerate(zip(refs, tokens, strict=True)):
+                    yield PlannedSample(
+                        step=step.index,
+                        rank=rank,
+                        micro=micro,
+                        row=row,
+                        place=place,
+                        source=planner.sources[source].name,
+                        shard=shard,
+                        sample_row=sample_row,
+                        tokens=length,
+                    )

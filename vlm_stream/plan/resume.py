@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vlm_stream.errors import ConfigError, StateError, nearest_name
+from vlm_stream.plan.order import concatenate
 from vlm_stream.plan.queue import Cursor
-from vlm_stream.plan.samples import concatenate
 from vlm_stream.plan.units import sort_carried
 from vlm_stream.plan.window import WindowStart
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from vlm_stream.plan.samples import Samples, SourceStream
+    from vlm_stream.plan.order import Samples, SourceStream
     from vlm_stream.plan.state import Fingerprints, State
     from vlm_stream.plan.window import Terms
 

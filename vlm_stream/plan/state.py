@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlm_stream.errors import ConfigError, StateError
-from vlm_stream.plan.config import BalanceConfig, CostConfig, StepShape
 from vlm_stream.plan.queue import Begun, Delivered
+from vlm_stream.plan.values import BalanceConfig, CostConfig, StepShape
 from vlm_stream.plan.window import Terms
 
 if TYPE_CHECKING:

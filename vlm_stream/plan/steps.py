@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlm_stream.plan.assign import assign
+from vlm_stream.plan.balance import assign
 from vlm_stream.plan.queue import Begun, Delivered
 from vlm_stream.plan.values import Ref
 from vlm_stream.ragged import take_rows
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from vlm_stream.plan.config import BalanceConfig, RowPolicy, StepShape
     from vlm_stream.plan.queue import Cursor, UnitQueue, UnitTable
-    from vlm_stream.plan.values import Dropped
+    from vlm_stream.plan.values import BalanceConfig, Dropped, RowPolicy, StepShape
 
     Ints = npt.NDArray[np.int64]
     Encode = Callable[[Cursor], dict[str, Any]]

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from vlm_stream.plan.config import GroupConfig, PackConfig, PlainConfig
+from vlm_stream.plan.order import Samples
 from vlm_stream.plan.pack import argsort_small, best_fit_decreasing
 from vlm_stream.plan.randomness import Key, permutation
-from vlm_stream.plan.samples import Samples
-from vlm_stream.plan.values import Dropped, Ref
+from vlm_stream.plan.values import Dropped, GroupConfig, PackConfig, PlainConfig, Ref
 from vlm_stream.ragged import take_rows
 
 if TYPE_CHECKING:

@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.plan.config import PackConfig
-from vlm_stream.plan.costs import llm_cost
+from vlm_stream.plan.balance import llm_cost
 from vlm_stream.plan.mixture import draw
+from vlm_stream.plan.order import Samples, SourceStream, concatenate
 from vlm_stream.plan.randomness import Key, mix64
-from vlm_stream.plan.samples import Samples, SourceStream, concatenate
 from vlm_stream.plan.units import cut_units
+from vlm_stream.plan.values import PackConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from vlm_stream.plan.config import PlanConfig
-    from vlm_stream.plan.values import Dropped
+    from vlm_stream.plan.values import Dropped, PlanConfig
 
     Ints = npt.NDArray[np.int64]
 
