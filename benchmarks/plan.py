@@ -35,15 +35,15 @@ from vlm_stream.plan import (
     SampleColumns,
     SourceSpec,
     StepShape,
+    best_fit_decreasing,
     plan_report,
 )
-from vlm_stream.plan.lower_bound import packs_lower_bound
-from vlm_stream.plan.pack import best_fit_decreasing
+from vlm_stream.plan.pack import packs_lower_bound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from vlm_stream.plan.window import Window
+    from vlm_stream.plan import Ref
 
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, vision tokens, sum of squared patches
 CAPACITY = 8192
@@ -121,18 +121,14 @@ class Reader:
         self.shards = [self.columns(make, size, number) for number in range(distinct)]
 
     def columns(self, make: Callable[..., Columns], size: int, number: int) -> SampleColumns:
-        """Make one shard; a sample has 20 KB and 150 bytes for every vision token."""
+        """Make one shard."""
         tokens, vision, squares = make(np.random.default_rng([7, number]), size)
-        num_bytes = 20_000 + vision * 150
-        offset = np.cumsum(num_bytes) - num_bytes
         return SampleColumns(
             tokens=tokens,
             vision_tokens=vision,
             vision_patches=vision * 4,
             vision_squares=squares,
             labels=np.full(len(tokens), -1),
-            offset=offset,
-            num_bytes=num_bytes,
         )
 
     def __call__(self, source: int, shards: Sequence[int]) -> SampleColumns:
@@ -153,12 +149,15 @@ def planner(name: str, shards: int, size: int, *, sources: int = 1, **config: An
     return Planner(specs, Reader(SETS[name], size, min(shards, 50)), PlanConfig(**config))
 
 
-def windows(plan: Planner) -> Iterator[Window]:
-    """Yield the windows of the unit stream."""
-    cursor = plan.start().cursor
-    while (window := plan.window_at(cursor)) is not None:
-        yield window
-        cursor = window.after
+def count_requests(refs: Sequence[Ref]) -> tuple[int, int]:
+    """Count requests by the readers' rule, for samples of 100 KB each in shards in an S3 bucket."""
+    from vlm_stream.storage.coalesce import plan_requests
+
+    from vlm_stream.storage import ReadOptions, Span
+
+    spans = [Span("s3://bucket", f"{ref.source}/{ref.shard}.tar", ref.row * 100_000, 100_000, None, ()) for ref in refs]
+    requests = plan_requests(spans, ReadOptions())
+    return len(requests), sum(request.size for request in requests)
 
 
 def table(title: str, head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
@@ -199,8 +198,8 @@ def fill() -> None:
     rows = []
     for name in SETS:
         order = OrderConfig(group_shards=25)
-        packed = list(windows(planner(name, 50, 1000, order=order)))
-        drawn = windows(planner(name, 50, 1000, order=order, mode=PlainConfig(max_tokens=CAPACITY)))
+        packed = list(planner(name, 50, 1000, order=order).windows())
+        drawn = planner(name, 50, 1000, order=order, mode=PlainConfig(max_tokens=CAPACITY)).windows()
         flushed = [np.maximum(window.samples.tokens, 1) for window in drawn]
         num_packs = sum(window.num_units for window in packed)
         tokens = sum(int(window.tokens.sum()) for window in packed)
@@ -220,7 +219,7 @@ def speed() -> None:
         for at in range(0, len(tokens), window):
             best_fit_decreasing(tokens[at : at + window], CAPACITY)
         pack_seconds = time.process_time() - begin
-        stream = windows(planner("mixed", 1000, 1000, window=window))
+        stream = planner("mixed", 1000, 1000, window=window).windows()
         next(stream)  # reads the columns of the group
         begin = time.process_time()
         num = sum(len(w.samples) for w in itertools.islice(stream, max(400_000 // window, 2)))
@@ -231,23 +230,23 @@ def speed() -> None:
 def balance() -> None:
     """3. Largest over mean load of 64 ranks."""
     rows = []
-    for barrier, micro, horizon in [("step", 4, 1), ("step", 1, 8), ("micro", 8, 1), ("none", 4, 1), ("none", 8, 1)]:
-        config = BalanceConfig(barrier=barrier, horizon=horizon)
+    for barrier, micro, num_steps in [("step", 4, 1), ("step", 1, 8), ("micro", 8, 1), ("none", 4, 1), ("none", 8, 1)]:
+        config = BalanceConfig(barrier=barrier, horizon=num_steps)
         plan = planner("mixed", 100, 1000, order=OrderConfig(group_shards=50), balance=config)
         shape = StepShape(world_size=64, micro_batches=micro)
-        blocks: list[Any] = []
-        list(plan.search(shape, None, lambda _, block, blocks=blocks: bool(blocks.append(block))))
+        horizons: list[Any] = []
+        list(plan.search(shape, None, lambda _, horizon, found=horizons: bool(found.append(horizon))))
         seconds, ratio = 0.0, []
-        for block in blocks[:-1]:
+        for horizon in horizons[:-1]:
             begin = time.process_time()
-            grid = block.deal()
+            grid = horizon.assign()
             seconds += time.process_time() - begin
             for step in grid:
-                llm, vit = block.table.llm[step].sum(-1), block.table.vit[step].sum(-1)  # [micro, rank]
+                llm, vit = horizon.table.llm[step].sum(-1), horizon.table.vit[step].sum(-1)  # [micro, rank]
                 loads = [load.sum(0) for load in (llm, vit, llm + vit)]
                 passes = (llm + vit).max(1).sum() / (llm + vit).mean(1).sum()
                 ratio.append([*(load.max() / load.mean() for load in loads), passes])
-        rows.append((barrier, micro, horizon, *np.mean(ratio, axis=0).tolist(), 1000 * seconds / len(ratio)))
+        rows.append((barrier, micro, num_steps, *np.mean(ratio, axis=0).tolist(), 1000 * seconds / len(ratio)))
     head = ("barrier", "M", "horizon", "LLM/step", "ViT/step", "total/step", "total/micro-step", "ms/step")
     table("3. Balance at DP 64, max/mean", head, rows)
 
@@ -297,10 +296,7 @@ def peak_megabytes() -> float:
 
 def template(plan: Planner) -> dict[str, Any]:
     """Return the state of a plan that has not begun."""
-    from vlm_stream.plan.queue import UnitQueue
-
-    begin = plan.start()
-    return plan.encode(UnitQueue(begin.cursor, plan.window_at).place(), begin.progress, None, begin.eras)
+    return plan.encode(plan.start())
 
 
 def order() -> None:
@@ -309,7 +305,9 @@ def order() -> None:
     for shards, run in ((1, 1), (64, 1), (250, 1), (1000, 1), (250, 4), (250, 16)):
         config = {"mode": PlainConfig(), "order": OrderConfig(group_shards=shards, run_length=run)}
         plan = planner("mixed", 1000, 1000, **config)
-        report = plan_report(plan, StepShape(world_size=16, batch_size=16), max_steps=300)
+        report = plan_report(
+            plan, StepShape(world_size=16, batch_size=16), max_steps=300, count_requests=count_requests
+        )
         rows.append(
             (shards, run, report.variance_inflation, report.live_shards, report.repeat_rate, report.requests_per_sample)
         )

@@ -6,6 +6,7 @@ Enters: a stream's datasets and options, a world size, a state. Leaves: numbers.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from dataclasses import asdict, dataclass, replace
@@ -92,19 +93,15 @@ def estimate_length(plan: Plan, world_size: int) -> LengthEstimate:
 
 def _probe(planner: Planner) -> tuple[list[int], list[int], bool]:
     """Plan the first windows: the samples that left with each, its units, and whether the stream ended there."""
-    cursor = planner.start().cursor
     draws: list[int] = []
     units: list[int] = []
-    for _ in range(_PROBED_WINDOWS):
-        window = planner.window_at(cursor)
-        if window is None:
-            return draws, units, True
-        draws.append(window.after.draw - cursor.draw + len(cursor.carry) - len(window.after.carry))
+    for window in itertools.islice(planner.windows(), _PROBED_WINDOWS):
+        start, after = window.start, window.after
+        draws.append(after.draw - start.draw + len(start.carry) - len(after.carry))
         units.append(window.num_units)
-        cursor = window.after
-        if window.closes:
+        if window.is_last:
             return draws, units, True
-    return draws, units, False
+    return draws, units, len(draws) < _PROBED_WINDOWS
 
 
 def _num_draws(planner: Planner) -> float:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
 
-__all__ = ["entries_of", "take_rows"]
+__all__ = ["take_rows"]
 
 
 def take_rows(splits: Ints, rows: Ints) -> tuple[Ints, Ints]:
@@ -25,16 +25,3 @@ def take_rows(splits: Ints, rows: Ints) -> tuple[Ints, Ints]:
     taken = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(sizes, out=taken[1:])
     return np.arange(taken[-1]) + np.repeat(begins - taken[:-1], sizes), taken
-
-
-def entries_of(splits: Ints, rows: Ints) -> Ints | slice:
-    """Return the entries of some rows, row after row: as a slice where they lie so already, which is taken at once.
-
-    >>> entries_of(np.array([0, 2, 3, 6]), np.array([1, 2]))
-    slice(2, 6, None)
-    >>> entries_of(np.array([0, 2, 3, 6]), np.array([2, 0]))
-    array([3, 4, 5, 0, 1])
-    """
-    if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
-        return slice(int(splits[rows[0]]), int(splits[rows[-1] + 1]))
-    return take_rows(splits, rows)[0]

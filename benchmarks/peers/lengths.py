@@ -49,15 +49,12 @@ def make_planner(**config: Any) -> Any:
 
     def columns(_source: int, shards: Sequence[int]) -> SampleColumns:
         part = (np.asarray(shards)[:, None] * SAMPLES_PER_SHARD + np.arange(SAMPLES_PER_SHARD)).ravel()
-        num_bytes = 20_000 + vision[part] * 150
         return SampleColumns(
             tokens=tokens[part],
             vision_tokens=vision[part],
             vision_patches=vision[part] * 4,
             vision_squares=squares[part],
-            labels=np.full(len(num_bytes), -1),
-            offset=np.cumsum(num_bytes) - num_bytes,
-            num_bytes=num_bytes,
+            labels=np.full(len(part), -1),
         )
 
     shards = (SAMPLES_PER_SHARD,) * (NUM_LENGTHS // SAMPLES_PER_SHARD)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,8 +27,6 @@ def columns_of(tokens: np.ndarray, vision: np.ndarray | None = None) -> SampleCo
         vision_patches=vision * 4,
         vision_squares=(vision * 4.0) ** 2,
         labels=tokens // 3,
-        offset=np.arange(len(tokens), dtype=np.int64) * 100_000,
-        num_bytes=np.full(len(tokens), 90_000, dtype=np.int64),
     )
 
 
@@ -64,11 +62,30 @@ def planner(sources: Sequence[SourceSpec], config: PlanConfig, lengths: Any = No
     return Planner(sources, SyntheticReader(sources, lengths), config, **kwargs)
 
 
+class Unit(NamedTuple):
+    refs: tuple[Ref, ...]
+    tokens: int
+
+
+def units_of(step: Step, rank: int, micro: int) -> tuple[Unit | None, ...]:
+    """Return the rows of one micro-batch, looked up one by one; None is a filler."""
+    table = step.table
+    units: list[Unit | None] = []
+    for number in step.numbers()[micro, rank].tolist():
+        if number < 0:
+            units.append(None)
+            continue
+        window, unit = table.windows[table.window[number]], table.unit[number]
+        members = window.samples.refs[window.splits[unit] : window.splits[unit + 1]]
+        units.append(Unit(tuple(Ref(*ref) for ref in members.tolist()), int(table.tokens[number])))
+    return tuple(units)
+
+
 def rows(step: Step) -> list[tuple[int, int, tuple[Any, ...]]]:
     """Return what a step still delivers: (micro, rank, units)."""
     shape = step.shape
     return [
-        (micro, rank, step.units(rank, micro))
+        (micro, rank, units_of(step, rank, micro))
         for micro in range(step.micro_begin, shape.micro_batches)
         for rank in range(shape.world_size)
     ]
@@ -80,7 +97,7 @@ def refs_of(steps: Iterable[Step]) -> list[Ref]:
 
 def unit_stream(plan: Planner, state: dict[str, Any] | None = None) -> list[tuple[Ref, ...]]:
     """Return the stream itself: one rank, one unit a step."""
-    return [step.units(0, 0)[0].refs for step in plan.steps(StepShape(), state)]
+    return [step.refs(0, 0)[0] for step in plan.steps(StepShape(), state)]
 
 
 @pytest.fixture(scope="session")
@@ -93,6 +110,7 @@ def make() -> Callable[..., Any]:
         reader = SyntheticReader
         source = staticmethod(source)
         planner = staticmethod(planner)
+        units = staticmethod(units_of)
         rows = staticmethod(rows)
         refs = staticmethod(refs_of)
         stream = staticmethod(unit_stream)

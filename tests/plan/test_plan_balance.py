@@ -1,4 +1,4 @@
-"""The deal: every unit once, ranks equal in number and in cost, for both kinds of barrier."""
+"""Who gets what: every unit once, ranks equal in number and in cost, for both kinds of barrier."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.plan import BalanceConfig, CostConfig, PackConfig, PlanConfig, StepShape
-from vlm_stream.plan.balance import equal_parts, relative_costs, swap_until_even
-from vlm_stream.plan.deal import deal
+from vlm_stream.plan import BalanceConfig, CostConfig, PackConfig, PlanConfig, StepShape, plan_report
+from vlm_stream.plan.balance import assign, equal_parts, relative_costs, swap_until_even
 from vlm_stream.plan.queue import UnitTable
-from vlm_stream.plan.report import plan_report
 
 
 def table_of(llm, vit, tokens=None):
@@ -56,12 +54,11 @@ def test_parts_hold_every_item_once_in_equal_numbers(num_parts, size, seed):
     st.builds(StepShape, world_size=st.integers(1, 5), micro_batches=st.integers(1, 3), batch_size=st.integers(1, 3)),
     st.sampled_from(["step", "micro", "none"]),
     st.sampled_from(["free", "sorted", "stream"]),
-    st.booleans(),
 )
-def test_a_deal_holds_every_unit_once(count, shape, barrier, rows, small_ends):
+def test_every_unit_is_assigned_once(count, shape, barrier, policy):
     rng = np.random.default_rng(count)
     table = table_of(rng.integers(1, 1000, count), rng.integers(0, 1000, count))
-    grid = deal(table, shape, BalanceConfig(barrier=barrier, small_ends=small_ends), rows)
+    grid = assign(table, shape, BalanceConfig(barrier=barrier), policy)
     num_steps = -(-count // shape.units_per_step)
     assert grid.shape == (num_steps, shape.micro_batches, shape.world_size, shape.batch_size)
     assert sorted(grid[grid >= 0].tolist()) == list(range(count))
@@ -78,8 +75,8 @@ def packs_like(rng, n):
 def test_a_barrier_once_a_step_evens_both_costs():
     table = table_of(*packs_like(np.random.default_rng(1), 256))
     shape = StepShape(world_size=64, micro_batches=4)
-    even = deal(table, shape, BalanceConfig(barrier="step"), "free")[0]
-    plain = deal(table, shape, BalanceConfig(barrier="none"), "free")[0]
+    even = assign(table, shape, BalanceConfig(barrier="step"), "free")[0]
+    plain = assign(table, shape, BalanceConfig(barrier="none"), "free")[0]
     for cost, before in ((table.llm, 1.04), (table.vit, 1.2)):
         assert imbalance(cost[even].sum(axis=(0, 2))) < 1.01
         assert imbalance(cost[plain].sum(axis=(0, 2))) > before
@@ -89,7 +86,7 @@ def test_a_barrier_every_micro_step_evens_the_total():
     table = table_of(*packs_like(np.random.default_rng(1), 512))
 
     def lost(barrier):
-        grid = deal(table, StepShape(world_size=64, micro_batches=8), BalanceConfig(barrier=barrier), "free")[0]
+        grid = assign(table, StepShape(world_size=64, micro_batches=8), BalanceConfig(barrier=barrier), "free")[0]
         total = (table.llm + table.vit)[grid].sum(axis=2)  # [micro, rank]
         return total.max(axis=1).sum() / total.mean(axis=1).sum() - 1
 
@@ -103,32 +100,18 @@ def test_a_horizon_helps_where_ranks_have_one_micro_batch():
     def mean_imbalance(grid):
         return np.mean([imbalance((table.llm + table.vit)[step].sum(axis=(0, 2))) for step in grid])
 
-    far = mean_imbalance(deal(table, shape, BalanceConfig(horizon=8), "free"))
-    near = mean_imbalance(deal(table, shape, BalanceConfig(barrier="none"), "free"))
+    far = mean_imbalance(assign(table, shape, BalanceConfig(horizon=8), "free"))
+    near = mean_imbalance(assign(table, shape, BalanceConfig(barrier="none"), "free"))
     assert far < 1.05 < 1.2 < near
-
-
-def test_small_micro_batches_stand_at_both_ends():
-    rng = np.random.default_rng(1)
-    table = table_of(rng.integers(100, 10_000, 64), np.zeros(64))
-    for barrier in ("step", "micro"):
-        grid = deal(
-            table, StepShape(world_size=8, micro_batches=8), BalanceConfig(barrier=barrier, small_ends=True), "free"
-        )
-        cost = table.llm[grid[0]].sum(axis=(1, 2))
-        assert np.argsort(cost)[:2].tolist() == [0, 7]
-        peak = int(np.argmax(cost))
-        assert (np.diff(cost[: peak + 1]) >= 0).all()
-        assert (np.diff(cost[peak:]) <= 0).all()
 
 
 def test_rows_that_share_a_batch_are_neighbours_in_length():
     tokens = np.random.default_rng(1).permutation(64) + 1
     table = table_of(tokens, np.zeros(64), tokens)
-    grid = deal(table, StepShape(world_size=4, micro_batches=4, batch_size=4), BalanceConfig(), "sorted")
+    grid = assign(table, StepShape(world_size=4, micro_batches=4, batch_size=4), BalanceConfig(), "sorted")
     spread = np.ptp(tokens[grid], axis=3)
     assert (spread == 3).all()
-    kept = deal(table, StepShape(world_size=4, micro_batches=4, batch_size=4), BalanceConfig(), "stream")
+    kept = assign(table, StepShape(world_size=4, micro_batches=4, batch_size=4), BalanceConfig(), "stream")
     assert (np.diff(kept, axis=3) == 1).all()
 
 
@@ -161,5 +144,5 @@ def test_ranks_are_even_through_the_planner(make):
 def test_refusals():
     with pytest.raises(ConfigError, match=r"balance.barrier='rank' means nothing"):
         BalanceConfig(barrier="rank")
-    with pytest.raises(ConfigError, match=r"balance.horizon=0 deals nothing"):
+    with pytest.raises(ConfigError, match=r"balance.horizon=0 assigns nothing"):
         BalanceConfig(horizon=0)

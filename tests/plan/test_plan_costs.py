@@ -9,7 +9,7 @@ import pytest
 
 from vlm_stream.errors import ConfigError
 from vlm_stream.plan import CostConfig, costs_of_model
-from vlm_stream.plan.costs import llm_cost, vit_cost
+from vlm_stream.plan.balance import llm_cost, vit_cost
 
 TEXT = {
     "hidden_size": 3584,

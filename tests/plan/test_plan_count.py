@@ -7,7 +7,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plan.test_resume_laws import balances, modes, plan_of, shapes, stops
+from tests.plan.test_resume_laws import balances, modes, plan_of, shapes, small_chunks, stops  # noqa: F401
 from vlm_stream.plan import StepShape
 
 
@@ -26,7 +26,7 @@ def test_a_whole_stream(make, mode, shape, balance, stop, epochs):
 
 @settings(max_examples=60, deadline=None)
 @given(mode=modes, shape=shapes, other=shapes, balance=balances, stop=stops, data=st.data())
-def test_the_rest_behind_a_state_with_the_same_or_another_shape(make, mode, shape, other, balance, stop, data):
+def test_the_rest_after_a_state_with_the_same_or_another_shape(make, mode, shape, other, balance, stop, data):
     plan = plan_of(make, mode, balance=balance, stop=stop, window=64)
     steps = list(plan.steps(shape))
     at = data.draw(st.integers(0, len(steps) - 1))
@@ -38,7 +38,7 @@ def test_the_rest_behind_a_state_with_the_same_or_another_shape(make, mode, shap
 
 @settings(max_examples=20, deadline=None)
 @given(mode=modes, stop=stops)
-def test_rounds_are_counted_one_behind_the_other(make, mode, stop):
+def test_rounds_are_counted_one_after_the_other(make, mode, stop):
     shape = StepShape(world_size=2, micro_batches=2)
     state, counted = None, None
     for epochs in (1, 2, 3):

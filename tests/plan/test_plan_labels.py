@@ -121,7 +121,7 @@ def test_an_interrupted_step_goes_on_with_its_count(make, mode):
         assert [step.total_labels for step in behind] == [step.total_labels for step in steps[number + 1 :]]
 
 
-def test_what_is_dealt_anew_for_another_shape_counts_what_it_holds(make):
+def test_what_is_assigned_again_for_another_shape_counts_what_it_holds(make):
     shape, other = StepShape(world_size=2, micro_batches=3), StepShape(world_size=3, micro_batches=1)
     plan = plan_of(make, MODES["packed"])
     steps = list(plan.steps(shape))

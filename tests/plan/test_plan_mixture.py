@@ -40,7 +40,7 @@ def test_a_draw_depends_on_its_number_alone(first, count, skip):
     assert 1 not in whole
 
 
-def run(make, stop, *, epochs=1, weigh_by="samples", ratio=1.0, weights=(1.0, 1.0), flush=False):
+def run(make, stop, *, epochs=1, weigh_by="samples", ratio=1.0, weights=(1.0, 1.0)):
     sources = [
         make.source("a", [30] * 4, weight=weights[0]),
         make.source("b", [10] * 4, weight=weights[1], sample_ratio=ratio),
@@ -50,7 +50,6 @@ def run(make, stop, *, epochs=1, weigh_by="samples", ratio=1.0, weights=(1.0, 1.
         epochs=epochs,
         mode=PlainConfig(),
         mixture=MixtureConfig(stop=stop, weigh_by=weigh_by),
-        flush_epochs=flush,
     )
     return make.planner(sources, config)
 
@@ -74,10 +73,9 @@ def test_all_goes_on_until_the_longest_is_done(make):
     assert {by_ref[ref] for ref in by_ref if ref.source == 0} == {1}
 
 
-@pytest.mark.parametrize("flush", [False, True])
 @pytest.mark.parametrize("epochs", [1, 3])
-def test_each_delivers_every_source_exactly(make, epochs, flush):
-    by_source, by_ref = drawn(make, run(make, "each", epochs=epochs, flush=flush), world_size=3)
+def test_each_delivers_every_source_exactly(make, epochs):
+    by_source, by_ref = drawn(make, run(make, "each", epochs=epochs), world_size=3)
     assert by_source == {0: 120 * epochs, 1: 40 * epochs}
     assert set(by_ref.values()) == {epochs}
 
@@ -113,16 +111,6 @@ def test_an_empty_source_of_weight_zero_does_no_harm(make):
     steps = list(plan.steps(StepShape()))
     assert len(steps) == 30
     assert make.refs(plan.steps(StepShape(), steps[9].state_after())) == make.refs(steps[10:])
-
-
-def test_flushed_epochs_end_with_equal_filled_steps(make):
-    plan = run(make, "each", epochs=2, flush=True)
-    steps = list(plan.steps(StepShape(world_size=7)))
-    by_epoch = Counter(step.epoch for step in steps)
-    assert by_epoch == {0: 23, 1: 23}  # ceil(160 / 7)
-    for epoch in (0, 1):
-        refs = make.refs(step for step in steps if step.epoch == epoch)
-        assert len(refs) == len(set(refs)) == 160
 
 
 def test_epochs_without_a_seam_fill_only_the_last_step(make):

@@ -12,14 +12,18 @@ from hypothesis import strategies as st
 
 from vlm_stream.errors import ConfigError, DatasetError
 from vlm_stream.plan import OrderConfig, PlainConfig, PlanConfig, Planner, StepShape
+from vlm_stream.plan.order import SourceStream
 from vlm_stream.plan.randomness import Key, permutation, words
-from vlm_stream.plan.samples import SourceStream
 
 
 def stream_of(make, sizes, *, shuffle=True, seed=0, reader=None, ratio=1.0, **order):
     spec = make.source("s", sizes, sample_ratio=ratio)
     config = PlanConfig(seed=seed, shuffle=shuffle, order=OrderConfig(**order))
     return SourceStream(0, spec, reader or make.reader([spec]), config)
+
+
+def span(position, count):
+    return np.arange(position, position + count)
 
 
 def refs(samples):
@@ -52,7 +56,7 @@ sizes_of_shards = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(l
 def test_every_epoch_holds_every_sample_once(make, sizes, group_shards, run_length, shuffle, epoch):
     stream = stream_of(make, sizes, shuffle=shuffle, group_shards=group_shards, run_length=run_length)
     total = sum(sizes)
-    got = refs(stream.take(epoch * total, total))
+    got = refs(stream.take(span(epoch * total, total)))
     assert sorted(got) == [(shard, row) for shard, size in enumerate(sizes) for row in range(size)]
     if not shuffle:
         assert got == sorted(got)
@@ -65,10 +69,10 @@ def test_any_stretch_equals_that_part_of_the_walk(make, sizes, ratio, data):
     length = stream.epoch_length
     if not length:
         return
-    walk = refs(stream.take(0, 3 * length))
+    walk = refs(stream.take(span(0, 3 * length)))
     begin = data.draw(st.integers(0, 3 * length - 1))
     count = data.draw(st.integers(1, 3 * length - begin))
-    samples = stream_of(make, sizes, ratio=ratio, group_shards=3).take(begin, count)
+    samples = stream_of(make, sizes, ratio=ratio, group_shards=3).take(span(begin, count))
     assert refs(samples) == walk[begin : begin + count]
     reader = make.reader([stream.spec])
     for (shard, row), tokens in zip(refs(samples), samples.tokens.tolist(), strict=True):
@@ -82,20 +86,20 @@ def test_sample_ratio_delivers_that_share(make, sizes, ratio):
     assert stream.epoch_length == int(sum(sizes) * ratio + 1e-9)
     if not stream.epoch_length:
         return
-    counts = Counter(refs(stream.take(0, stream.epoch_length)))
+    counts = Counter(refs(stream.take(span(0, stream.epoch_length))))
     assert counts.total() == stream.epoch_length
     # Shares are rounded shard by shard, so a shard may owe or be owed one whole round of a single sample.
     assert max(counts.values()) <= int(np.ceil(ratio)) + 1
 
 
 def test_sample_ratio_above_one_repeats_evenly(make):
-    counts = Counter(refs(stream_of(make, [100] * 4, ratio=2.5).take(0, 1000)))
+    counts = Counter(refs(stream_of(make, [100] * 4, ratio=2.5).take(span(0, 1000))))
     assert Counter(counts.values()) == {2: 200, 3: 200}
 
 
 def test_small_ratio_reaches_other_samples_in_other_epochs(make):
     stream = stream_of(make, [1] * 50, ratio=0.5)
-    epochs = [frozenset(refs(stream.take(25 * e, 25))) for e in range(12)]
+    epochs = [frozenset(refs(stream.take(span(25 * e, 25)))) for e in range(12)]
     assert all(len(epoch) == 25 for epoch in epochs)
     assert len(set(epochs)) == 12
     assert len(frozenset.union(*epochs)) == 50
@@ -103,20 +107,20 @@ def test_small_ratio_reaches_other_samples_in_other_epochs(make):
 
 def test_orders_differ_by_seed_and_epoch(make):
     stream = stream_of(make, [50] * 4, group_shards=2)
-    first, second = refs(stream.take(0, 200)), refs(stream.take(200, 200))
+    first, second = refs(stream.take(span(0, 200))), refs(stream.take(span(200, 200)))
     assert first != second
-    assert first != refs(stream_of(make, [50] * 4, group_shards=2, seed=1).take(0, 200))
+    assert first != refs(stream_of(make, [50] * 4, group_shards=2, seed=1).take(span(0, 200)))
 
 
 def test_a_group_mixes_all_its_shards_and_no_others(make):
-    got = refs(stream_of(make, [100] * 40, group_shards=10).take(0, 4000))
+    got = refs(stream_of(make, [100] * 40, group_shards=10).take(span(0, 4000)))
     for begin in range(0, 4000, 1000):
         assert len({shard for shard, _ in got[begin : begin + 1000]}) == 10
         assert len({shard for shard, _ in got[begin : begin + 100]}) >= 9
 
 
 def test_runs_keep_neighbours_together(make):
-    got = refs(stream_of(make, [96] * 8, group_shards=4, run_length=8).take(0, 768))
+    got = refs(stream_of(make, [96] * 8, group_shards=4, run_length=8).take(span(0, 768)))
     together = sum(a[0] == b[0] and a[1] + 1 == b[1] for a, b in pairwise(got))
     assert together >= 768 - 768 // 8
     for begin in range(0, 768, 8):
@@ -128,9 +132,9 @@ def test_only_touched_shards_are_read_and_each_once(make):
     spec = make.source("s", [1000] * 64)
     reader = make.reader([spec])
     stream = stream_of(make, [1000] * 64, shuffle=False, reader=reader, group_shards=16)
-    stream.take(0, 1500)
+    stream.take(span(0, 1500))
     assert reader.asked == [(0, 0), (0, 1)]
-    stream.take(1500, 1000)
+    stream.take(span(1500, 1000))
     assert reader.asked == [(0, 0), (0, 1), (0, 2)]
 
 
@@ -143,7 +147,7 @@ def test_a_reader_is_asked_once_for_a_group(make):
             asked.append(len(shards))
             return super().__call__(source, shards)
 
-    stream_of(make, [10] * 6, reader=Reader([spec]), group_shards=3).take(0, 60)
+    stream_of(make, [10] * 6, reader=Reader([spec]), group_shards=3).take(span(0, 60))
     assert asked == [3, 3]
 
 
@@ -160,7 +164,7 @@ def test_a_billion_samples_start_with_one_group(make):
     stream = SourceStream(0, spec, read, PlanConfig(order=OrderConfig(group_shards=64)))
     for position in (0, 990_000_000):
         asked.clear()
-        samples = stream.take(position, 4096)
+        samples = stream.take(span(position, 4096))
         assert len(set(map(tuple, samples.refs.tolist()))) == 4096
         assert len(asked) == len(set(asked)) <= 64
 
@@ -168,7 +172,7 @@ def test_a_billion_samples_start_with_one_group(make):
 def test_a_small_source_is_read_once_for_many_epochs(make):
     spec = make.source("s", [5, 5])
     reader = make.reader([spec])
-    stream_of(make, [5, 5], reader=reader).take(0, 1000)
+    stream_of(make, [5, 5], reader=reader).take(span(0, 1000))
     assert len(reader.asked) == 2
 
 

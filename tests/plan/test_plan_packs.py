@@ -11,10 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.plan import PackConfig, PlainConfig, PlanConfig, Ref, StepShape
-from vlm_stream.plan.lower_bound import packs_lower_bound
-from vlm_stream.plan.pack import best_fit_decreasing
-from vlm_stream.plan.report import plan_report
+from vlm_stream.plan import (
+    PackConfig,
+    PlainConfig,
+    PlanConfig,
+    Ref,
+    StepShape,
+    best_fit_decreasing,
+    plan_report,
+    units,
+)
+from vlm_stream.plan.pack import packs_lower_bound
 
 
 def best_fit_by_hand(lengths, capacity, vision=None, vision_size=0):
@@ -112,10 +119,10 @@ def test_hard_lengths(make, name, mode):
     plan = make.planner(sources, PlanConfig(window=256, mode=mode), ADVERSARIAL[name])
     steps = list(plan.steps(StepShape(world_size=4)))
     reader = make.reader(sources, ADVERSARIAL[name])
-    units = [unit for step in steps for _, _, row in make.rows(step) for unit in row if unit]
+    packs = [unit for step in steps for _, _, row in make.rows(step) for unit in row if unit]
     dropped = [note.ref for step in steps for note in step.dropped]
     assert Counter(make.refs(steps)) + Counter(dropped) == Counter(Ref(0, s, r) for s in range(12) for r in range(128))
-    for unit in units:
+    for unit in packs:
         lengths = [int(reader.of_shard(0, ref.shard).tokens[ref.row]) for ref in unit.refs]
         assert sum(lengths) == unit.tokens
         padded = sum(-(-max(length, 1) // mode.alignment) * mode.alignment for length in lengths)
@@ -136,36 +143,38 @@ def test_windows_with_carry_need_no_more_packs_than_first_fit(make, name):
     assert report.packs <= sum(first_fit(lengths[at : at + 512], 8192) for at in range(0, len(lengths), 512))
 
 
-def test_carry_fills_what_a_flush_would_leave_open(make):
+def test_carry_fills_what_would_stay_open_without_it(make, monkeypatch):
     sources = [make.source("s", [256] * 16)]
 
     def fill(carry):
-        mode = PackConfig(pack_size=8192, carry_samples=carry)
+        monkeypatch.setattr(units, "CARRY_SAMPLES", carry)
+        mode = PackConfig(pack_size=8192)
         return plan_report(make.planner(sources, PlanConfig(window=256, mode=mode)), StepShape(world_size=64)).fill
 
     assert fill(0) < fill(128)
     assert fill(128) > 0.99
 
 
-def test_no_sample_is_carried_for_longer_than_allowed(make):
+def test_no_sample_is_carried_for_longer_than_allowed(make, monkeypatch):
+    monkeypatch.setattr(units, "CARRY_WINDOWS", 2)
+    monkeypatch.setattr(units, "CARRY_SAMPLES", 16)
+
     def odd(rng, n):
         return np.full(n, 5000)  # nothing fits beside another: every pack is open, all of them want to be carried
 
     sources = [make.source("s", [64] * 8)]
-    mode = PackConfig(pack_size=8192, carry_windows=2, carry_samples=16)
-    plan = make.planner(sources, PlanConfig(window=64, mode=mode), odd)
-    cursor = plan.start().cursor
+    plan = make.planner(sources, PlanConfig(window=64, mode=PackConfig(pack_size=8192)), odd)
     oldest = 0
-    while (window := plan.window_at(cursor)) is not None:
-        cursor = window.after
-        oldest = max([oldest, *cursor.carry.age.tolist(), *window.samples.age.tolist()])
-        assert len(cursor.carry) <= 16
+    for window in plan.windows():
+        carry = window.after.carry
+        oldest = max([oldest, *carry.age.tolist(), *window.samples.age.tolist()])
+        assert len(carry) <= 16
     assert oldest == 2
 
 
 def test_packs_are_not_sorted_by_fill_or_length(make):
     plan = make.planner([make.source("s", [512] * 8)], PlanConfig(window=4096, mode=PackConfig(pack_size=8192)))
-    window = plan.window_at(plan.start().cursor)
+    window = next(plan.windows())
     longest = window.samples.tokens[window.splits[:-1]]
     correlation = np.corrcoef(np.arange(len(longest)), longest)[0, 1]
     assert abs(correlation) < 0.2
@@ -238,18 +247,6 @@ def test_a_stream_of_nothing_but_long_samples_does_not_hang(make):
     assert list(finite.steps(StepShape())) == []
 
 
-@pytest.mark.parametrize("max_packs", [1, 5, 17])
-def test_max_packs_ends_the_stream(make, max_packs):
-    sources = [make.source("s", [100] * 10)]
-    free = make.stream(make.planner(sources, PlanConfig(window=100, mode=PackConfig(pack_size=8192))))
-    mode = PackConfig(pack_size=8192, max_packs=max_packs)
-    plan = make.planner(sources, PlanConfig(window=100, mode=mode))
-    assert make.stream(plan) == free[:max_packs]
-    steps = list(plan.steps(StepShape(world_size=2)))
-    assert len(steps) == -(-max_packs // 2)
-    assert list(plan.steps(StepShape(), steps[-1].state_after())) == []
-
-
 def test_refusals():
     with pytest.raises(ConfigError, match="pack_size=100 with alignment=16 gives rows that cannot be cut evenly"):
         PackConfig(pack_size=100, alignment=16)
@@ -257,5 +254,5 @@ def test_refusals():
         PackConfig(pack_size=100, packing_ratio=1.5)
     with pytest.raises(ConfigError, match="long_samples='keep' means nothing"):
         PackConfig(pack_size=100, long_samples="keep")
-    with pytest.raises(ConfigError, match=r"mode.max_packs is 0, below its least value 1"):
-        PackConfig(pack_size=100, max_packs=0)
+    with pytest.raises(ConfigError, match=r"mode.vision_size is 0; no unit could hold a sample"):
+        PackConfig(pack_size=100, vision_size=0)

@@ -17,7 +17,6 @@ from vlm_stream.plan import (
     StepShape,
     find_sample,
     samples_of_step,
-    state_before_step,
 )
 
 SHAPE = StepShape(world_size=3, micro_batches=2)
@@ -48,7 +47,7 @@ def test_samples_of_a_step(make, plan):
         assert all(json.loads(json.dumps(d.to_dict()))["step"] == step.index for d in found)
         mine = samples_of_step(plan, SHAPE, step.index, rank=1)
         assert [place(plan, d) for d in mine] == [
-            ref for micro in range(2) for unit in step.units(1, micro) if unit for ref in unit.refs
+            ref for micro in range(2) for row in step.refs(1, micro) for ref in row
         ]
 
 
@@ -66,27 +65,16 @@ def test_the_step_of_a_sample(plan):
     for step in (steps[0], steps[7], steps[-1]):
         for delivery in samples_of_step(plan, SHAPE, step.index)[::7]:
             assert find_sample(plan, SHAPE, place(plan, delivery)) == delivery
-    late = place(plan, samples_of_step(plan, SHAPE, steps[-1].index)[0])
-    assert find_sample(plan, SHAPE, late, max_steps=2) is None
     early = place(plan, samples_of_step(plan, SHAPE, 0)[0])
     assert find_sample(plan, SHAPE, early, state=steps[3].state_after()) is None
-
-
-def test_a_state_without_a_saved_one(make, plan):
-    steps = list(plan.steps(SHAPE))
-    state = state_before_step(plan, SHAPE, 6)
-    assert state == steps[5].state_after()
-    assert make.refs(plan.steps(SHAPE, state)) == make.refs(steps[6:])
 
 
 def test_refusals(plan):
     with pytest.raises(InputError, match="Step 100000 is not ahead"):
         samples_of_step(plan, SHAPE, 100_000)
-    state = state_before_step(plan, SHAPE, 6)
+    state = next(step for step in plan.steps(SHAPE) if step.index == 5).state_after()
     with pytest.raises(InputError, match="Step 2 is not ahead"):
         samples_of_step(plan, SHAPE, 2, state=state)
-    with pytest.raises(InputError, match="No step ends right before step 0"):
-        state_before_step(plan, SHAPE, 0)
-    found = next(step for step in plan.search(SHAPE, None, lambda first, block: first >= 3))
+    found = next(step for step in plan.search(SHAPE, None, lambda first, horizon: first >= 3))
     with pytest.raises(StateError, match="Steps found by a search have no state"):
         found.state_after()

@@ -6,10 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from vlm_stream.errors import ConfigError
 from vlm_stream.plan import (
     GroupConfig,
     MixtureConfig,
@@ -21,7 +18,7 @@ from vlm_stream.plan import (
     StepShape,
     plan_report,
 )
-from vlm_stream.plan.requests import MAX_GAP_BYTES, MAX_REQUEST_BYTES, count_requests
+from vlm_stream.plan import report as report_module
 
 WANTED = {
     "fill",
@@ -99,17 +96,60 @@ def test_live_shards_follow_the_group(make):
     assert few.live_shards <= 8 < 24 < many.live_shards
     assert few.variance_inflation > many.variance_inflation
     runs = quality(group_shards=32, run_length=8)
-    assert runs.requests_per_sample <= many.requests_per_sample
     assert runs.repeat_rate > 0.8 > many.repeat_rate
+
+
+def neighbours(refs):
+    """Count requests of 100 bytes a sample where rows that follow each other are joined."""
+    ends = {(ref.source, ref.shard, ref.row + 1) for ref in refs}
+    return sum(tuple(ref) not in ends for ref in refs), 100 * len(refs)
 
 
 def test_runs_save_requests_where_a_batch_holds_them(make):
     def requests(run_length):
         config = PlanConfig(window=512, mode=PlainConfig(), order=OrderConfig(run_length=run_length))
         plan = make.planner([make.source("s", [128] * 32)], config)
-        return plan_report(plan, StepShape(batch_size=16), max_steps=64).requests_per_sample
+        return plan_report(plan, StepShape(batch_size=16), max_steps=64, count_requests=neighbours).requests_per_sample
 
     assert requests(8) < 0.3 < 0.9 < requests(1)
+
+
+def test_requests_are_counted_batch_by_batch_of_each_rank(make):
+    plan = make.planner([make.source("s", [60] * 4)], PlanConfig(mode=PackConfig(pack_size=8192)))
+    shape = StepShape(world_size=2, micro_batches=2)
+    heard = []
+
+    def count(refs):
+        heard.append(list(refs))
+        return 3, 50
+
+    report = plan_report(plan, shape, count_requests=count)
+    batches = [
+        [ref for row in step.refs(rank, micro) for ref in row]
+        for step in plan.steps(shape)
+        for micro in range(2)
+        for rank in range(2)
+    ]
+    assert heard == batches
+    assert report.requests_per_sample == pytest.approx(3 * len(batches) / report.samples)
+    assert report.requests_per_step == pytest.approx(3 * len(batches) / report.steps)
+    assert report.bytes_per_step == pytest.approx(50 * len(batches) / report.steps)
+    assert report.bytes_per_sample == pytest.approx(50 * len(batches) / report.samples)
+    assert plan_report(plan, shape).requests_per_sample is None
+
+
+def test_the_requests_of_many_samples_stand_for_those_of_all(make, monkeypatch):
+    monkeypatch.setattr(report_module, "_MAX_COUNTED", 50)
+    plan = make.planner([make.source("s", [60] * 4)], PlanConfig(mode=PlainConfig()))
+    heard = []
+
+    def count(refs):
+        heard.append(len(refs))
+        return len(refs), 7 * len(refs)
+
+    report = plan_report(plan, StepShape(world_size=2), count_requests=count)
+    assert len(heard) == 50
+    assert (report.requests_per_sample, report.requests_per_step, report.bytes_per_step) == (1, 2, 14)
 
 
 def test_a_look_at_the_first_steps_projects_the_epoch(make):
@@ -120,28 +160,6 @@ def test_a_look_at_the_first_steps_projects_the_epoch(make):
     assert part.steps == 40
     assert part.steps_per_epoch == pytest.approx(whole.steps, rel=0.1)
     assert whole.steps_per_epoch == pytest.approx(whole.packs / shape.units_per_step)
-
-
-def test_a_sweep_is_a_row_of_reports(make):
-    plan = make.planner([make.source("s", [128] * 8)], PlanConfig(mode=PackConfig(pack_size=8192)))
-    configs = [plan.config.with_settings({"window": w, "mode.carry_samples": 0}) for w in (32, 1024)]
-    small, large = (plan_report(plan.with_config(c), StepShape(world_size=8)) for c in configs)
-    assert small.fill < large.fill
-    assert plan.config.window == 4096
-    for name in ("windows", "mode.packsize", "mode", "balance.costs", "order.seed"):
-        with pytest.raises(ConfigError, match=f"The plan has no setting '{name}': "):
-            plan.config.with_settings({name: 1})
-    with pytest.raises(ConfigError, match=r"did you mean 'mode.pack_size'"):
-        plan.config.with_settings({"mode.packsize": 1})
-    with pytest.raises(ConfigError, match=r"window=0 draws nothing"):
-        plan.config.with_settings({"window": 0})
-
-
-def test_progress_is_heard(make):
-    heard = []
-    plan = make.planner([make.source("s", [10])], PlanConfig(mode=PlainConfig()))
-    plan_report(plan, StepShape(), progress=heard.append)
-    assert heard == list(range(1, 11))
 
 
 def test_text_only_plans_have_no_vision_to_balance(make):
@@ -155,8 +173,6 @@ def test_text_only_plans_have_no_vision_to_balance(make):
                 vision_patches=zeros,
                 vision_squares=zeros * 1.0,
                 labels=zeros,
-                offset=zeros,
-                num_bytes=zeros,
             )
 
     plan = make.planner([make.source("s", [64])], PlanConfig(mode=PackConfig(pack_size=64)))
@@ -164,33 +180,3 @@ def test_text_only_plans_have_no_vision_to_balance(make):
     report = plan_report(plan, StepShape(world_size=2, micro_batches=2))
     assert report.vit_imbalance_step == 1
     assert report.llm_imbalance_step == pytest.approx(1, abs=0.2)
-
-
-def requests_by_hand(rows):
-    """Join ranges of one batch and shard one after the other."""
-    requests, total = 0, 0
-    for place in {(b, s) for b, s, _, _ in rows}:
-        spans = []
-        for _, _, begin, size in sorted(r for r in rows if r[:2] == place):
-            end = begin + size
-            if (
-                spans
-                and begin - spans[-1][1] <= MAX_GAP_BYTES
-                and max(end, spans[-1][1]) - spans[-1][0] <= MAX_REQUEST_BYTES
-            ):
-                spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
-            else:
-                spans.append((begin, end))
-        requests += len(spans)
-        total += sum(high - low for low, high in spans)
-    return requests, total
-
-
-offsets = st.one_of(st.integers(0, 60).map(lambda k: k * 400_000), st.integers(0, 12).map(lambda k: k * 3_200_000))
-ranges = st.tuples(st.integers(0, 1), st.integers(0, 1), offsets, st.sampled_from([300_000, 3_000_000]))
-
-
-@given(st.lists(ranges, max_size=40, unique_by=lambda row: row[:3]))
-def test_requests_are_joined_by_the_rule(rows):
-    columns = [np.asarray([row[i] for row in rows], dtype=np.int64) for i in range(4)]
-    assert count_requests(*columns) == requests_by_hand(rows)

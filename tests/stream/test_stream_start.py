@@ -57,9 +57,9 @@ def test_planning_decodes_no_places(toy_shards, processor):
     step = next(planner.steps(options.shape(1)))
     indexes = [datasets._index(0, shard) for shard in range(len(datasets.manifests[0].shards))]
     assert not any("places" in vars(index) for index in indexes)
-    wanted = {ref.shard for unit in step.units(0, 0) for ref in unit.refs}
-    for unit in step.units(0, 0):
-        for ref in unit.refs:
+    wanted = {ref.shard for row in step.refs(0, 0) for ref in row}
+    for row in step.refs(0, 0):
+        for ref in row:
             datasets.span(ref)
     assert {number for number, index in enumerate(indexes) if "places" in vars(index)} == wanted
 

@@ -135,12 +135,9 @@ def test_anything_else_is_refused(value):
 
 
 def test_a_bomb_in_the_state_is_refused(text):
-    import base64
-    import zlib
-
     body = json.loads(text)["state"]
     bomb = copy.deepcopy(body)
-    bomb["cursor"]["carry"] = base64.b64encode(zlib.compress(b"\0" * (1 << 28))).decode()
+    bomb["cursor"]["carry"] = [[1 << 20]]
     with pytest.raises(StateError, match="do not have the size that they name"):
         RunState.from_dict({STATE_KEY: sealed(json.dumps(bomb))})
     with pytest.raises(StateError, match="damaged"):

@@ -10,8 +10,9 @@ from vlm_stream.recipe import normalise_sources
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
-    from vlm_stream.plan import PlanReport
+    from vlm_stream.plan import PlanReport, Ref
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -67,12 +68,19 @@ def _report(given: dict[str, Any], args: argparse.Namespace) -> PlanReport:
     from vlm_stream.plan import plan_report
     from vlm_stream.planning import open_plan
     from vlm_stream.processors import open_processor
+    from vlm_stream.storage import plan_requests
 
     sources, processor, options = arguments.split_options(given)
-    planner = open_plan(normalise_sources(sources), options, open_processor(processor)).planner
+    plan = open_plan(normalise_sources(sources), options, open_processor(processor))
     if args.max_steps is None and options.epochs is None:
         raise ConfigError("the plan has no end (epochs is null), so it cannot be added up; give --max-steps")
-    return plan_report(planner, options.shape(args.world or 1), max_steps=args.max_steps)
+
+    def count_requests(refs: Sequence[Ref]) -> tuple[int, int]:
+        requests = plan_requests([drawn.span for drawn in plan.datasets.draw(refs)], options.read())
+        return len(requests), sum(request.size for request in requests)
+
+    shape = options.shape(args.world or 1)
+    return plan_report(plan.planner, shape, max_steps=args.max_steps, count_requests=count_requests)
 
 
 def _print(reports: dict[str, PlanReport]) -> None:
@@ -103,7 +111,7 @@ def _rows(report: PlanReport) -> dict[str, str]:
         "ViT max/mean, step / micro": f"{report.vit_imbalance_step:.3f} / {report.vit_imbalance_micro:.3f}",
         "live shards": f"{report.live_shards:.0f}",
         "variance inflation": f"{report.variance_inflation:.2f}",
-        "requests per sample": f"{report.requests_per_sample:.2f}",
-        "bytes per step": output.human_bytes(report.bytes_per_step),
+        "requests per sample": f"{report.requests_per_sample or 0:.2f}",
+        "bytes per step": output.human_bytes(report.bytes_per_step or 0),
         "state": output.human_bytes(report.state_bytes),
     }

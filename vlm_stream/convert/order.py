@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_stream.plan.randomness import mix64
+from vlm_stream.plan import mix64
 
 if TYPE_CHECKING:
     import numpy.typing as npt

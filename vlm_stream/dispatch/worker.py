@@ -21,8 +21,8 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.blocks import BlockPool, offer_blocks
 from vlm_stream.allocator import keep_freed_memory
+from vlm_stream.blocks import BlockPool, offer_blocks
 from vlm_stream.dispatch.pool import Failure
 from vlm_stream.errors import ConfigError, WorkerError
 

@@ -14,7 +14,7 @@ import numpy as np
 from vlm_stream.errors import ConfigError
 from vlm_stream.mapstyle.samplers import estimate_lengths
 from vlm_stream.mapstyle.wrappers import PackedDatasetWrapper
-from vlm_stream.plan.pack import best_fit_decreasing
+from vlm_stream.plan import best_fit_decreasing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ import torch
 from vlm_stream.encode import message_text
 from vlm_stream.errors import BadSampleError
 from vlm_stream.ledger import BadSample, Ledger
-from vlm_stream.plan.randomness import Key, words
+from vlm_stream.plan import Key, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

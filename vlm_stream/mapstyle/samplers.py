@@ -21,8 +21,7 @@ from vlm_stream.collate.estimate import (
     extract_video_config,
 )
 from vlm_stream.errors import ConfigError, StateError, nearest_name
-from vlm_stream.plan.group import permute_blocks
-from vlm_stream.plan.randomness import Key, words
+from vlm_stream.plan import Key, permute_chunks, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -243,8 +242,8 @@ class BalancedPackSampler(Sampler[int]):
         spare = count % self._block
         # Another few packs are left over in every epoch, from all over the loads.
         key = Key(seed=self.seed, purpose="pack_blocks", epoch=self.epoch)
-        skipped = permute_blocks(count, 1, key)[:spare]
+        skipped = permute_chunks(count, 1, key)[:spare]
         kept = np.delete(self._by_load, skipped)
-        order = kept[permute_blocks(len(kept), self._block, Key(seed=self.seed, purpose="packs", epoch=self.epoch))]
+        order = kept[permute_chunks(len(kept), self._block, Key(seed=self.seed, purpose="packs", epoch=self.epoch))]
         mine = order.reshape(-1, self.batch_size, self.num_replicas)[:, :, self.rank]  # similar packs share a row
         yield from mine.ravel().tolist()

@@ -4,30 +4,50 @@ Enters: shard sizes, index columns on demand, a frozen config, the shape of a st
 reports, answers to "where is this sample". It must not know files, tensors, clocks or processes; numpy is all it
 imports.
 
-In the order in which data meets them: `values` (the seam), `randomness`, `order` (one source's permutation),
-`live_columns` and `samples` (its columns), `mixture` (which source next), `fit`, `pack`, `group`, `units` (a window's
-samples -> units), `costs`, `model_costs`, `window` (the unit stream), `queue` (units not yet dealt), `balance` and
-`deal` (who gets which), `steps`, `state` and `check` (resuming), `config`, `planner`; then `report` (`lower_bound`,
-`requests`) and `query`.
+The path of a sample, and the files that it meets:
+
+    order -> mixture -> window -> packs or groups -> steps -> ranks
+
+- `values`: what enters and leaves, and the config.
+- order: `order` (one source's permutation, keyed by `randomness`, and its columns while they are live).
+- mixture: `mixture` (which source is drawn next).
+- window: `window` (a few thousand draws, cut together into the next units of the stream).
+- packs or groups: `units`, with `pack` (best fit).
+- steps: `queue` (units not yet assigned, and the cursor), `steps` (what is consumed between two updates).
+- ranks: `balance` (what units cost, who gets which).
+- `state` (the cursor as JSON), `resume` (does it fit this plan), `planner` (all of it together), `report` (what it will
+  do, and where a sample is).
+
+A cursor is where the plan stands, as values; a state is its JSON with what proves that it fits.
 """
 
 from __future__ import annotations
 
-from vlm_stream.plan.balance import BalanceConfig
-from vlm_stream.plan.check import OVERRIDES
-from vlm_stream.plan.config import PlanConfig
-from vlm_stream.plan.costs import CostConfig
-from vlm_stream.plan.group import GroupConfig, PlainConfig
-from vlm_stream.plan.mixture import MixtureConfig
-from vlm_stream.plan.model_costs import costs_of_model
-from vlm_stream.plan.order import OrderConfig
-from vlm_stream.plan.pack import PackConfig
+from vlm_stream.plan.balance import costs_of_model
+from vlm_stream.plan.pack import best_fit_decreasing
 from vlm_stream.plan.planner import Count, Planner
-from vlm_stream.plan.query import PlannedSample, find_sample, samples_of_step, state_before_step, step_at
-from vlm_stream.plan.report import PlanReport, plan_report
+from vlm_stream.plan.randomness import Key, mix64, words
+from vlm_stream.plan.report import PlannedSample, PlanReport, find_sample, plan_report, samples_of_step, step_at
+from vlm_stream.plan.resume import OVERRIDES
 from vlm_stream.plan.state import read_state
 from vlm_stream.plan.steps import Step
-from vlm_stream.plan.values import ColumnReader, Dropped, Ref, SampleColumns, SourceSpec, StepShape, Unit
+from vlm_stream.plan.units import permute_chunks
+from vlm_stream.plan.values import (
+    BalanceConfig,
+    ColumnReader,
+    CostConfig,
+    Dropped,
+    GroupConfig,
+    MixtureConfig,
+    OrderConfig,
+    PackConfig,
+    PlainConfig,
+    PlanConfig,
+    Ref,
+    SampleColumns,
+    SourceSpec,
+    StepShape,
+)
 
 __all__ = [
     "OVERRIDES",
@@ -37,6 +57,7 @@ __all__ = [
     "Count",
     "Dropped",
     "GroupConfig",
+    "Key",
     "MixtureConfig",
     "OrderConfig",
     "PackConfig",
@@ -50,12 +71,14 @@ __all__ = [
     "SourceSpec",
     "Step",
     "StepShape",
-    "Unit",
+    "best_fit_decreasing",
     "costs_of_model",
     "find_sample",
+    "mix64",
+    "permute_chunks",
     "plan_report",
     "read_state",
     "samples_of_step",
-    "state_before_step",
     "step_at",
+    "words",
 ]

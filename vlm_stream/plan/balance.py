@@ -1,57 +1,142 @@
-"""Equal shares of two costs: items -> parts of equal size.
+"""What units cost, and the units of a few steps -> who gets which, and when.
 
-Enters: two costs per item, in whole numbers. Leaves: [parts, size] of item numbers. Equal-size Karmarkar-Karp
-(differencing of tuples: each round joins the two most uneven, largest with smallest) on the sum of both costs, then
-swaps between the worst part and others for as long as the worst of all shares, of either cost, goes down. Whole
-numbers make every rank come to the same result.
+Enters: lengths and patch counts with four coefficients; then costs of n units, the shape of a step, the barrier.
+Leaves: [steps, micro, rank, row] of unit numbers, -1 for a filler. Costs are whole numbers, so that sums are the same
+in any order on any machine: every rank computes the same without talking.
+
+Equal parts are made by equal-size Karmarkar-Karp (differencing of tuples: each round joins the two most uneven, largest
+with smallest) on the sum of both costs, then by swaps between the worst part and others for as long as the worst of
+all shares, of either cost, goes down.
+
+The coefficients may be derived from a model's config (a dict or an object with attributes, the nested form of a
+`config.json`), in units of one text token. Counted are the multiplications of matrices and of attention scores; a
+backward pass costs two forward passes, one without weight gradients, none where nothing below needs a gradient.
 """
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlm_stream.errors import ConfigError, nearest_name
-from vlm_stream.plan.costs import CostConfig
+from vlm_stream.errors import ConfigError
+from vlm_stream.plan.values import CostConfig
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from vlm_stream.plan.queue import UnitTable
+    from vlm_stream.plan.values import BalanceConfig, RowPolicy, StepShape
+
     Ints = npt.NDArray[np.int64]
 
-__all__ = ["BalanceConfig", "equal_parts", "relative_costs", "swap_until_even"]
+__all__ = [
+    "assign",
+    "costs_of_model",
+    "equal_parts",
+    "llm_cost",
+    "relative_costs",
+    "swap_until_even",
+    "vit_cost",
+]
 
-_BARRIERS = ("micro", "none", "step")
 _MEAN = 1 << 20  # the mean share of a part, in whole numbers
 _CLOSE = _MEAN + _MEAN // 200  # 0.5 % above the mean: even enough to stop
 _PARTNERS = 256  # items that are tried as partners in one round of swaps
+_SWAPS_PER_PART = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalanceConfig:
-    """How units are dealt to ranks. It never changes the unit stream, only who gets what within a step."""
+def llm_cost(tokens: npt.NDArray[np.int64], costs: CostConfig) -> npt.NDArray[np.int64]:
+    """Return [n] the language model's cost of documents of that length."""
+    length = tokens.astype(np.float64)
+    return np.rint((length * costs.llm_linear + length * length * costs.llm_square) * costs.scale).astype(np.int64)
 
-    barrier: str = "step"
-    """Where ranks wait for each other: once a `step` (DDP with accumulation), at every `micro`-step (FSDP), or `none`:
-    deal in the order of the stream."""
-    horizon: int = 1
-    """Steps that are dealt together: more of them even out ranks that have one micro-batch a step, and make steps
-    differ from each other."""
-    small_ends: bool = False
-    """Order the micro-batches of a step so that the cheapest stand at both ends, for pipeline schedules."""
-    costs: CostConfig = field(default_factory=CostConfig)
 
-    def __post_init__(self) -> None:
-        """Refuse unknown barriers."""
-        if self.barrier not in _BARRIERS:
-            raise ConfigError(
-                f"balance.barrier={self.barrier!r} means nothing: {nearest_name(self.barrier, _BARRIERS)}"
-            )
-        if self.horizon < 1:
-            raise ConfigError(f"balance.horizon={self.horizon} deals nothing. Give 1 or more steps.")
+def vit_cost(
+    patches: npt.NDArray[np.int64], squares: npt.NDArray[np.float64], costs: CostConfig
+) -> npt.NDArray[np.int64]:
+    """Return [n] the vision tower's cost of samples with that many patches."""
+    linear = patches.astype(np.float64) * costs.vit_linear
+    return np.rint((linear + squares * costs.vit_square) * costs.scale).astype(np.int64)
+
+
+def assign(table: UnitTable, shape: StepShape, balance: BalanceConfig, policy: RowPolicy) -> Ints:
+    """Assign n units to `ceil(n / units_per_step)` steps."""
+    num_steps = -(-len(table) // shape.units_per_step)
+    numbers = np.arange(num_steps * shape.units_per_step)
+    numbers[len(table) :] = -1
+    if _in_order(shape, balance, policy):
+        return numbers.reshape(num_steps, shape.micro_batches, shape.world_size, shape.batch_size)
+    if policy == "free" or shape.batch_size == 1:
+        llm, vit, hashes = _padded(table.llm, numbers), _padded(table.vit, numbers), _padded(table.hashes, numbers)
+        return numbers[_assign_items(llm, vit, hashes, shape, balance)]
+    if policy == "sorted":
+        numbers[: len(table)] = np.argsort(-table.tokens, kind="stable")
+    batches = numbers.reshape(-1, shape.batch_size)  # [c, row] micro-batches that stay together
+    llm = _padded(table.llm, batches).max(axis=1) * shape.batch_size  # padding makes every row as long as the longest
+    vit = _padded(table.vit, batches).sum(axis=1)
+    hashes = _padded(table.hashes, batches[:, 0])
+    grid = _assign_items(llm, vit, hashes, replace(shape, batch_size=1), balance)
+    return batches[grid[..., 0]]
+
+
+def _padded(values: npt.NDArray[np.generic], numbers: Ints) -> Ints:
+    """Return the values of units, 0 for fillers."""
+    out = np.zeros(numbers.shape, dtype=values.dtype)
+    real = numbers >= 0
+    out[real] = values[numbers[real]]
+    return out
+
+
+def _assign_items(llm: Ints, vit: Ints, hashes: Ints, shape: StepShape, balance: BalanceConfig) -> Ints:
+    """Assign items that fill the steps exactly; return [steps, micro, rank, row] of item numbers."""
+    num_steps = len(llm) // shape.units_per_step
+    if balance.barrier == "step" and shape.micro_batches * shape.batch_size > 1:
+        grid = _even_steps(llm, vit, shape, num_steps)
+    else:
+        grid = _even_columns(llm, vit, shape, num_steps)
+    # In an order that has nothing to do with cost, so that no step and no run of steps is a curriculum.
+    grid = grid[np.argsort(hashes[grid[:, 0, 0, 0]], kind="stable")]
+    by = np.argsort(hashes[grid[:, :, 0, 0]], axis=1, kind="stable")  # [steps, micro]
+    return np.take_along_axis(grid, by[:, :, None, None], axis=1)
+
+
+def _even_steps(llm: Ints, vit: Ints, shape: StepShape, num_steps: int) -> Ints:
+    """For a barrier once a step: parts of equal cost, one for each rank and step; similar parts share a step."""
+    num_parts = num_steps * shape.world_size
+    first, second = relative_costs(llm, num_parts), relative_costs(vit, num_parts)
+    parts = equal_parts(first + second, num_parts)
+    parts = swap_until_even(parts, first, second, _SWAPS_PER_PART * num_parts)
+    total = llm + vit
+    parts = parts[np.argsort(-total[parts].sum(axis=1), kind="stable")]
+    # Dearest first, given to micro-batches forth and back: the micro-batches of all ranks are similar too.
+    order = np.argsort(-total[parts], axis=1, kind="stable")
+    parts = np.take_along_axis(parts, order, axis=1).reshape(num_parts, shape.batch_size, shape.micro_batches)
+    parts[:, 1::2] = parts[:, 1::2, ::-1]
+    grid = parts.reshape(num_steps, shape.world_size, shape.batch_size, shape.micro_batches)
+    return grid.transpose(0, 3, 1, 2).copy()
+
+
+def _even_columns(llm: Ints, vit: Ints, shape: StepShape, num_steps: int) -> Ints:
+    """For a barrier at every micro-step: what all ranks do at the same time is neighbouring in cost."""
+    total = llm + vit
+    num_columns = num_steps * shape.micro_batches
+    columns = np.argsort(-total, kind="stable").reshape(num_columns, shape.world_size * shape.batch_size)
+    if shape.batch_size > 1:
+        columns = np.stack([column[equal_parts(total[column], shape.world_size)] for column in columns])
+    cells = columns.reshape(num_columns, shape.world_size, shape.batch_size)
+    cells[1::2] = cells[1::2, ::-1]  # no rank gets the dearest of every column
+    # Columns forth and back over the steps, so that steps are alike.
+    spread = cells.reshape(shape.micro_batches, num_steps, shape.world_size, shape.batch_size)
+    spread[1::2] = spread[1::2, ::-1]
+    return spread.transpose(1, 0, 2, 3).copy()
+
+
+def _in_order(shape: StepShape, balance: BalanceConfig, policy: RowPolicy) -> bool:
+    """Return whether units are assigned as they come."""
+    return balance.barrier == "none" or (shape.world_size == 1 and policy == "stream")
 
 
 def relative_costs(costs: Ints, num_parts: int) -> Ints:
@@ -126,3 +211,78 @@ def swap_until_even(parts: Ints, first: Ints, second: Ints, max_rounds: int) -> 
         loads[:, partner] += gain[:, slot, column]
         parts[worst, slot], parts[partner, other_slot] = parts[partner, other_slot], parts[worst, slot]
     return parts
+
+
+def costs_of_model(config: Any, *, frozen_vit: bool = False, frozen_llm: bool = False) -> CostConfig:
+    """Derive the four coefficients from hidden sizes, layers and vocabulary.
+
+    Args:
+        config: Model config with `text_config` (or its fields at the top) and maybe `vision_config`.
+        frozen_vit: The vision tower runs forward only.
+        frozen_llm: The language model passes gradients on and learns nothing.
+    """
+    text = _get(config, "text_config", "llm_config", "language_config", default=config)
+    vision = _get(config, "vision_config", "vit_config", default=None)
+    llm_factor = 2.0 if frozen_llm else 3.0
+    linear, square = _llm_flops(text)
+    vit_linear, vit_square = _vit_flops(vision) if vision is not None else (0.0, 0.0)
+    vit_factor = 1.0 if frozen_vit else 3.0
+    one = llm_factor * linear
+    return CostConfig(
+        llm_linear=1.0,
+        llm_square=llm_factor * square / one,
+        vit_linear=vit_factor * vit_linear / one,
+        vit_square=vit_factor * vit_square / one,
+    )
+
+
+def _llm_flops(text: Any) -> tuple[float, float]:
+    """Return forward multiply-adds per token, and per squared token."""
+    hidden = _need(text, "hidden_size", "n_embd", "d_model")
+    layers = _need(text, "num_hidden_layers", "n_layer")
+    heads = _need(text, "num_attention_heads", "n_head")
+    head_dim = _get(text, "head_dim", default=None) or hidden // heads
+    kv_heads = _get(text, "num_key_value_heads", default=None) or heads
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    experts = _get(text, "num_experts_per_tok", "num_experts_per_token", default=None)
+    width = _get(text, "moe_intermediate_size", default=None) if experts else None
+    if width:
+        shared = _get(text, "shared_expert_intermediate_size", default=None)
+        shared = shared or width * (_get(text, "n_shared_experts", default=None) or 0)
+        mlp = 3 * hidden * (width * experts + shared)
+    else:
+        mlp = 3 * hidden * _need(text, "intermediate_size", "n_inner")
+    head = hidden * _need(text, "vocab_size")
+    # Scores and values, each heads * head_dim * length / 2 per token under a causal mask.
+    return float(layers * (attention + mlp) + head), float(layers * heads * head_dim)
+
+
+def _vit_flops(vision: Any) -> tuple[float, float]:
+    """Return forward multiply-adds per patch, and per squared patch of an image."""
+    # Where both are given, `hidden_size` is the width of the language model.
+    hidden = _need(vision, "embed_dim", "hidden_size")
+    layers = _need(vision, "depth", "num_hidden_layers")
+    width = _get(vision, "intermediate_size", default=None) or hidden * _get(vision, "mlp_ratio", default=4)
+    gated = str(_get(vision, "hidden_act", default="")) in ("silu", "swish")
+    full = _get(vision, "fullatt_block_indexes", default=None)
+    num_full = layers if full is None else len(full)
+    linear = layers * (4 * hidden * hidden + (3 if gated else 2) * hidden * width)
+    return float(linear), float(num_full * 2 * hidden)
+
+
+def _get(config: Any, *names: str, default: Any) -> Any:
+    for name in names:
+        value = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+        if value is not None:
+            return value
+    return default
+
+
+def _need(config: Any, *names: str) -> Any:
+    value = _get(config, *names, default=None)
+    if value is None:
+        raise ConfigError(
+            f"The model config has no '{names[0]}', so costs cannot be derived from it. Give the config of the "
+            f"model (text_config and vision_config), or set the four coefficients of CostConfig by hand."
+        )
+    return value

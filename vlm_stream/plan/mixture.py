@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_stream.errors import ConfigError, nearest_name
+from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,30 +22,9 @@ if TYPE_CHECKING:
 
     from vlm_stream.plan.values import SourceSpec
 
-__all__ = ["Draws", "MixtureConfig", "draw", "shares_of", "source_of_draws"]
+__all__ = ["Draws", "draw", "shares_of", "source_of_draws"]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, odd
-_WEIGH_BY = ("samples", "size", "tokens")
-_STOP = ("all", "each", "first", "never")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureConfig:
-    """How sources are mixed."""
-
-    weigh_by: str = "samples"
-    """What weights count: `samples` or `tokens` drawn from each source; `size`: epochs of each, so that equal weights
-    finish all sources together."""
-    stop: str = "first"
-    """A run of n epochs ends when the `first` source has delivered n epochs; when `all` have (shorter ones go on
-    into further epochs meanwhile); when `each` has, exactly (shorter ones leave the mixture); or `never`."""
-
-    def __post_init__(self) -> None:
-        """Refuse unknown rules."""
-        for name, allowed in (("weigh_by", _WEIGH_BY), ("stop", _STOP)):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f"mixture.{name}={value!r} means nothing: {nearest_name(str(value), allowed)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,15 +1,14 @@
-"""Units that are planned and not yet dealt.
+"""Units that are planned and not yet assigned, and the cursor: where in the unit stream the next one is found.
 
-Enters: windows, one after the other. Leaves: the next n units as one table, and `Place`: everything that says where
-in the unit stream the next unit is found, including units behind it that were delivered early, by a step of another
-shape.
+Enters: windows, one after the other. Leaves: the next n units as one table. Units after the cursor may already be
+delivered, by a step of another shape.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,41 +16,68 @@ import numpy as np
 from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
 
-    from vlm_stream.plan.values import Dropped
-    from vlm_stream.plan.window import Cursor, Window
+    from vlm_stream.plan.values import BalanceConfig, Dropped, StepShape
+    from vlm_stream.plan.window import Terms, Window, WindowStart
 
     Ints = npt.NDArray[np.int64]
+    Flags = npt.NDArray[np.bool_]
 
 logger = logging.getLogger(__name__)
 
 _MAX_EMPTY = 1000  # windows without a unit, in a row
 
-__all__ = ["Place", "UnitQueue", "UnitTable"]
+__all__ = ["Begun", "Cursor", "Delivered", "UnitQueue", "UnitTable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """What has been delivered since the start of the run."""
+
+    steps: int = 0
+    """Finished steps."""
+    units: int = 0
+    samples: int = 0
+    digest: str = ""
+    """Rolling digest of everything delivered, micro-step by micro-step, over all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """How far the steps after a cursor were delivered, and how they were assigned: enough to assign them again."""
+
+    shape: StepShape
+    balance: BalanceConfig
+    steps_done: int
+    micro_done: int
+    """Micro-steps of the step after `steps_done`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Place:
-    """Where the stream stands: the windows that still have units, and which of their units are left."""
+class Cursor:
+    """Where the plan stands."""
 
-    cursor: Cursor
-    """Start of the first of those windows; of the next window when there are none."""
-    windows: tuple[Window, ...]
-    left: tuple[Ints, ...]
-    """Per window the numbers of its units that are still to come, ascending."""
+    window: WindowStart
+    """Start of the first window that has units left."""
+    done: Flags
+    """Which units from there on are delivered, up to the last delivered one."""
+    window_digest: str | None
+    """Digest of that window; None: not planned yet."""
     planned: int
-    """Number of the first window of which no unit was ever dealt: from here on the mixture may change its terms."""
+    """Number of the first window of which no unit was ever assigned: from here on the mixture may change its terms,
+    and dropped samples are still to be told."""
+    terms: tuple[Terms, ...]
+    """Of the mixture, now and until the last window planned."""
+    delivered: Delivered
+    begun: Begun | None = None
+    """Not None: inside of steps that were assigned together."""
 
-    def done(self) -> npt.NDArray[np.bool_]:
-        """Return which units from the cursor on are delivered, up to the last delivered one."""
-        flags = [np.ones(window.num_units, dtype=bool) for window in self.windows]
-        for flag, left in zip(flags, self.left, strict=True):
-            flag[left] = False
-        joined = np.concatenate(flags) if flags else np.zeros(0, dtype=bool)
-        return joined[: int(np.flatnonzero(joined)[-1]) + 1] if joined.any() else joined[:0]
+    def terms_at(self, number: int) -> Terms:
+        """Return the terms of a window."""
+        return [terms for terms in self.terms if terms.first_window <= number][-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,7 +86,7 @@ class UnitTable:
 
     windows: tuple[Window, ...]
     window: Ints
-    """[n] Place in `windows`."""
+    """[n] Which of `windows`."""
     unit: Ints
     """[n] Number within its window."""
     tokens: Ints
@@ -82,35 +108,35 @@ class UnitTable:
 class UnitQueue:
     """The unit stream from a cursor on, taken in any portions."""
 
-    def __init__(self, cursor: Cursor, plan: Callable[[Cursor], Window | None], reported: int = 0) -> None:
-        """Start at a cursor; `plan` gives the window that begins at one.
-
-        Windows before number `reported` were planned before a resume: what they dropped is not told again.
-        """
+    def __init__(self, start: Cursor, plan: Callable[[WindowStart], Window | None]) -> None:
+        """Start at the window of a cursor; `plan` gives the window that begins at one."""
+        self._start = start
         self._plan = plan
-        self._reported = reported
-        self._next = cursor
+        self._reported = start.planned
+        self._next = start.window
         self._ended = False
         self._num_empty = 0
         self._windows: deque[tuple[Window, Ints]] = deque()
+        """Planned windows, and the numbers of their units that are left, ascending."""
 
-    def place(self) -> Place:
-        """Return where the stream stands."""
-        windows = tuple(window for window, _ in self._windows)
-        cursor = windows[0].start if windows else self._next
-        left = tuple(left for _, left in self._windows)
-        # A step of another shape may have reached farther than this queue has.
-        return Place(cursor=cursor, windows=windows, left=left, planned=max(self._next.window, self._reported))
+    def cursor(self) -> Cursor:
+        """Return where the stream stands; what was delivered is left as it was at the start."""
+        first = self._windows[0][0] if self._windows else None
+        return replace(
+            self._start,
+            window=first.start if first else self._next,
+            done=self._done(),
+            window_digest=first.digest if first else None,
+            # A step of another shape may have reached farther than this queue has.
+            planned=max(self._next.number, self._reported),
+            begun=None,
+        )
 
     def peek(self) -> Window | None:
         """Return the window of the next unit without taking anything."""
         return self._windows[0][0] if self._windows or self._pull() else None
 
-    def num_at_hand(self) -> int:
-        """Return how many units are left of the window of the next unit; 0: that is still to be planned."""
-        return len(self._windows[0][1]) if self._windows else 0
-
-    def discard(self, done: npt.NDArray[np.bool_]) -> None:
+    def discard(self, done: Flags) -> None:
         """Take out units that were delivered before: `done[k]` stands for the k-th unit from here on."""
         begin = 0
         kept: deque[tuple[Window, Ints]] = deque()
@@ -118,16 +144,26 @@ class UnitQueue:
             if not self._windows and not self._pull():
                 break
             window, left = self._windows.popleft()
-            flags = done[begin : begin + len(left)]
-            begin += len(left)
             keep = np.ones(len(left), dtype=bool)
+            flags = done[begin : begin + len(left)]
             keep[: len(flags)] = ~flags
+            begin += len(left)
             kept.append((window, left[keep]))
         self._windows.extendleft(reversed(kept))
         self._drop_finished()
 
+    def remove(self, delivered: Mapping[int, Ints]) -> None:
+        """Take out units by the numbers of their windows and their own."""
+        while self._next.number <= max(delivered, default=-1) and self._pull():
+            pass
+        for place, (window, left) in enumerate(self._windows):
+            keep = np.ones(window.num_units, dtype=bool)
+            keep[delivered.get(window.start.number, [])] = False
+            self._windows[place] = (window, left[keep[left]])
+        self._drop_finished()
+
     def take(self, count: int) -> UnitTable | None:
-        """Take the next `count` units; fewer where an epoch is closed or the stream ends, None when nothing is left."""
+        """Take the next `count` units; fewer where the stream ends, None when nothing is left."""
         parts: list[tuple[Window, Ints]] = []
         while count > 0:
             self._drop_finished()
@@ -137,8 +173,6 @@ class UnitQueue:
             parts.append((window, left[:count]))
             self._windows.appendleft((window, left[count:]))
             count -= len(parts[-1][1])
-            if window.closes and not len(self._windows[0][1]) and any(len(units) for _, units in parts):
-                break
         self._drop_finished()
         if not any(len(units) for _, units in parts):
             for note in (note for window, _ in parts for note in window.dropped):
@@ -148,10 +182,23 @@ class UnitQueue:
             return None
         dropped: tuple[Dropped, ...] = ()
         for window, _ in parts:
-            if window.start.window >= self._reported:
-                self._reported = window.after.window
+            if window.start.number >= self._reported:
+                self._reported = window.after.number
                 dropped += window.dropped
         return _table([(window, units) for window, units in parts if len(units)], dropped)
+
+    def _done(self) -> Flags:
+        """Return which units of the planned windows are delivered, up to the last delivered one."""
+        if len(self._windows) == 1:  # almost always, with its first units gone
+            window, left = self._windows[0]
+            if len(left) and window.num_units - len(left) == left[0]:
+                return np.ones(left[0], dtype=bool)
+        flags = np.ones(sum(window.num_units for window, _ in self._windows), dtype=bool)
+        begin = 0
+        for window, left in self._windows:
+            flags[begin + left] = False
+            begin += window.num_units
+        return flags[: int(np.flatnonzero(flags)[-1]) + 1] if flags.any() else flags[:0]
 
     def _pull(self) -> bool:
         window = None if self._ended else self._plan(self._next)
@@ -174,31 +221,15 @@ class UnitQueue:
 
 
 def _table(parts: list[tuple[Window, Ints]], dropped: tuple[Dropped, ...]) -> UnitTable:
-    if len(parts) == 1:  # almost always, and there are as many tables as steps
-        ((window, units),) = parts
-        return _part(window, units, 0, dropped)
-    tables = [_part(window, units, place, ()) for place, (window, units) in enumerate(parts)]
-
     def join(name: str) -> npt.NDArray[Any]:
-        return np.concatenate([getattr(table, name) for table in tables])
+        columns = [getattr(window, name)[units] for window, units in parts]
+        return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
     return UnitTable(
         windows=tuple(window for window, _ in parts),
+        window=np.repeat(np.arange(len(parts)), [len(units) for _, units in parts]),
+        unit=np.concatenate([units for _, units in parts]),
+        num_samples=np.concatenate([window.splits[units + 1] - window.splits[units] for window, units in parts]),
         dropped=dropped,
-        **{name: join(name) for name in ("window", "unit", "tokens", "llm", "vit", "labels", "hashes", "num_samples")},
-    )
-
-
-def _part(window: Window, units: Ints, place: int, dropped: tuple[Dropped, ...]) -> UnitTable:
-    return UnitTable(
-        windows=(window,),
-        window=np.full(len(units), place),
-        unit=units,
-        tokens=window.tokens[units],
-        llm=window.llm[units],
-        vit=window.vit[units],
-        labels=window.labels[units],
-        hashes=window.hashes[units],
-        num_samples=window.splits[units + 1] - window.splits[units],
-        dropped=dropped,
+        **{name: join(name) for name in ("tokens", "llm", "vit", "labels", "hashes")},
     )

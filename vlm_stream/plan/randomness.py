@@ -2,18 +2,21 @@
 
 Enters: (seed, epoch, source, purpose, index). Leaves: 64-bit words, or a permutation made of them. Only the raw
 output of a Philox counter is used: numpy promises never to change it, while its own shuffles may change between
-versions, and a state must survive an upgrade. Nothing else in this package draws random numbers.
+versions, and a state must survive an upgrade.
+
+This covers `vlm_stream.plan`, where nothing else draws, and the rooms that import it (map-style samplers, the order of
+records at conversion). It does not cover choices outside the plan: shares of raw sources, mock data, substitutes for
+bad samples in collation, and the jitter of retries draw by themselves.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.random import Philox
-from numpy.random.bit_generator import ISeedSequence
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -40,19 +43,8 @@ class Key:
 
 def words(key: Key, count: int) -> npt.NDArray[np.uint64]:
     """Return `count` random 64-bit words of that key."""
-    philox = Philox(_Seed(key))  # type: ignore[arg-type]  # any ISeedSequence will do, its stubs know one
+    philox = Philox(key=np.frombuffer(key.digest(), dtype="<u8").astype(np.uint64))
     return np.asarray(philox.random_raw(count), dtype=np.uint64)
-
-
-class _Seed(ISeedSequence):
-    """Hands a generator its key: `Philox(key=...)` first asks the system for randomness that it never uses."""
-
-    def __init__(self, key: Key) -> None:
-        self._words = np.frombuffer(key.digest(), dtype="<u8").astype(np.uint64)
-
-    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> npt.NDArray[np.uint64]:  # noqa: ARG002
-        """Return the key, as it is."""
-        return self._words
 
 
 def permutation(key: Key, count: int) -> npt.NDArray[np.int64]:

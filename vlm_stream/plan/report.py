@@ -1,7 +1,8 @@
-"""The dry run: what a plan will do in a given world, from the index alone.
+"""What a plan will do in a given world, and when: a report, and the samples of a step or the step of a sample.
 
-Enters: a planner, the shape of a step, how many steps to look at. Leaves: `PlanReport`, plain numbers. Nothing is
-fetched, nothing decoded; byte ranges are read from the same columns as lengths.
+Enters: a planner, the shape of a step; for requests, a function of the readers that counts those of a batch. Leaves:
+`PlanReport` and `PlannedSample`, plain values. Nothing is fetched, nothing decoded. Single samples are found by
+planning ahead, and only the steps in question are assigned.
 """
 
 from __future__ import annotations
@@ -13,22 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlm_stream.plan.lower_bound import packs_lower_bound
-from vlm_stream.plan.pack import PackConfig
-from vlm_stream.plan.requests import count_requests
+from vlm_stream.errors import InputError
+from vlm_stream.plan.pack import packs_lower_bound
+from vlm_stream.plan.values import PackConfig
+from vlm_stream.ragged import take_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
     from vlm_stream.plan.planner import Planner
-    from vlm_stream.plan.steps import Step
-    from vlm_stream.plan.values import StepShape
+    from vlm_stream.plan.steps import Horizon, Step
+    from vlm_stream.plan.values import Ref, StepShape
 
     Ints = npt.NDArray[np.int64]
+    RequestCounter = Callable[[Sequence[Ref]], tuple[int, int]]
 
-__all__ = ["PlanReport", "plan_report"]
+__all__ = ["PlanReport", "PlannedSample", "find_sample", "plan_report", "samples_of_step", "step_at"]
+
+_MAX_COUNTED = 100_000  # samples whose requests are counted; they stand for the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +77,11 @@ class PlanReport:
     """Share of neighbouring samples of the stream that come from the same shard."""
     state_bytes: int
     """Largest state, as JSON, also in the middle of steps."""
-    requests_per_sample: float
-    """Requests to the store, neighbours joined within a micro-batch of one rank."""
-    requests_per_step: float
-    bytes_per_step: float
-    bytes_per_sample: float
+    requests_per_sample: float | None
+    """Requests to the store, merged within a micro-batch of one rank; None: nobody counts them."""
+    requests_per_step: float | None
+    bytes_per_step: float | None
+    bytes_per_sample: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -86,15 +91,15 @@ class PlanReport:
 class _Tally:
     """Adds up steps."""
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, count_requests: RequestCounter | None) -> None:
         self.planner = planner
+        self.count_requests = count_requests
         self.sums: Counter[str] = Counter()
         self.means: dict[str, list[float]] = {}
         self.sources: dict[str, Counter[int]] = {"samples": Counter(), "tokens": Counter()}
         self.dropped: Counter[tuple[int, str]] = Counter()
         self.lengths: list[Ints] = []
         self.windows: set[int] = set()
-        self.ranges: dict[tuple[int, int], tuple[Ints, Ints]] = {}
         self.state_bytes = 0
 
     def mean(self, name: str, value: float) -> None:
@@ -107,9 +112,10 @@ class _Tally:
         self.sums.update(steps=1, units=int(real.sum()), fillers=int((~real).sum()), tokens=int(tokens.sum()))
         self._slots(tokens, real)
         self._imbalance(llm.sum(axis=2), vit.sum(axis=2))
-        self._samples(step, numbers, real)
-        fresh = [window for window in table.windows if window.start.window not in self.windows]
-        self.windows.update(window.start.window for window in fresh)
+        self._samples(step, numbers[real])
+        self._requests(step)
+        fresh = [window for window in table.windows if window.start.number not in self.windows]
+        self.windows.update(window.start.number for window in fresh)
         for window in fresh:
             self._window(window.samples.refs)
         for note in step.dropped:
@@ -133,51 +139,35 @@ class _Tally:
                 # Ranks wait at every micro-step: the sum of the maxima is the time that passes.
                 self.mean(f"{name}_micro", load.max(axis=1).sum() / load.mean(axis=1).sum())
 
-    def _samples(self, step: Step, numbers: Ints, real: npt.NDArray[np.bool_]) -> None:
-        """Count samples, shards and requests of one step."""
+    def _samples(self, step: Step, units: Ints) -> None:
+        """Count samples and shards of one step."""
         table = step.table
-        unit = numbers[real]
-        batch = np.broadcast_to(np.arange(numbers[..., 0].size).reshape(*numbers.shape[:2], 1), numbers.shape)[real]
-        refs, tokens, batches = [], [], []
-        for at, window in enumerate(table.windows):
-            here = np.flatnonzero(table.window[unit] == at)
-            units = table.unit[unit[here]]
-            begins, sizes = window.splits[units], window.splits[units + 1] - window.splits[units]
-            ends = np.cumsum(sizes)
-            members = np.repeat(begins - (ends - sizes), sizes) + np.arange(int(sizes.sum()))
+        refs, tokens = [], []
+        for place, window in enumerate(table.windows):
+            members, _ = take_rows(window.splits, table.unit[units[table.window[units] == place]])
             refs.append(window.samples.refs[members])
             tokens.append(window.samples.tokens[members])
-            batches.append(np.repeat(batch[here], sizes))
-        ref, length, fetched = np.concatenate(refs), np.concatenate(tokens), np.concatenate(batches)
+        ref, length = np.concatenate(refs), np.concatenate(tokens)
         self.lengths.append(length)
         self.sums["samples"] += len(ref)
         for source in np.unique(ref[:, 0]).tolist():
             mine = ref[:, 0] == source
             self.sources["samples"][source] += int(mine.sum())
             self.sources["tokens"][source] += int(length[mine].sum())
-        shard = (ref[:, 0] << 40) | ref[:, 1]
-        counts = np.unique(shard, return_counts=True)[1]
+        counts = np.unique((ref[:, 0] << 40) | ref[:, 1], return_counts=True)[1]
         self.mean("variance", (counts**2).sum() / counts.sum())
-        offset, num_bytes = self._ranges(ref)
-        requests, total = count_requests(fetched, shard, offset, num_bytes)
-        self.sums.update(requests=requests, bytes=total)
 
-    def _ranges(self, refs: Ints) -> tuple[Ints, Ints]:
-        """Look up byte ranges, keeping those of the shards that are live."""
-        offset, num_bytes = np.zeros(len(refs), dtype=np.int64), np.zeros(len(refs), dtype=np.int64)
-        shards, inverse = np.unique(refs[:, :2], axis=0, return_inverse=True)
-        order = np.argsort(inverse.ravel(), kind="stable")
-        splits = np.concatenate([[0], np.cumsum(np.bincount(inverse.ravel()))])
-        for at, (source, shard) in enumerate(shards.tolist()):
-            if (source, shard) not in self.ranges:
-                columns = self.planner.read_columns(source, [shard])
-                self.ranges[source, shard] = (columns.offset, columns.num_bytes)
-                while len(self.ranges) > 4 * self.planner.config.order.group_shards * len(self.planner.sources):
-                    del self.ranges[next(iter(self.ranges))]
-            rows = order[splits[at] : splits[at + 1]]
-            offsets, sizes = self.ranges[source, shard]
-            offset[rows], num_bytes[rows] = offsets[refs[rows, 2]], sizes[refs[rows, 2]]
-        return offset, num_bytes
+    def _requests(self, step: Step) -> None:
+        """Count the requests of one step, until enough were counted."""
+        if self.count_requests is None:
+            return
+        for micro in range(step.micro_begin, step.shape.micro_batches):
+            for rank in range(step.shape.world_size):
+                if self.sums["counted"] >= _MAX_COUNTED:
+                    return
+                refs = [ref for row in step.refs(rank, micro) for ref in row]
+                requests, num_bytes = self.count_requests(refs)
+                self.sums.update(counted=len(refs), requests=requests, bytes=num_bytes)
 
     def _window(self, refs: Ints) -> None:
         shard = (refs[:, 0] << 40) | refs[:, 1]
@@ -191,19 +181,23 @@ def plan_report(
     shape: StepShape,
     *,
     max_steps: int | None = None,
-    state: dict[str, Any] | None = None,
-    progress: Callable[[int], None] | None = None,
+    count_requests: RequestCounter | None = None,
 ) -> PlanReport:
-    """Run through a plan, or its first `max_steps` steps, and add it up; `progress` hears the number of each step."""
-    tally = _Tally(planner)
+    """Run through a plan, or its first `max_steps` steps, and add it up.
+
+    Args:
+        planner: The plan.
+        shape: How its steps are cut.
+        max_steps: How many of them to look at; None: all.
+        count_requests: Returns the requests, and their bytes, for the samples of one micro-batch of one rank.
+    """
+    tally = _Tally(planner, count_requests)
     complete = True
-    for step in planner.steps(shape, state):
+    for step in planner.steps(shape):
         if max_steps is not None and tally.sums["steps"] >= max_steps:
             complete = False
             break
         tally.add(step)
-        if progress is not None:
-            progress(tally.sums["steps"])
     return _report(planner, shape, tally, complete=complete)
 
 
@@ -222,7 +216,10 @@ def _report(planner: Planner, shape: StepShape, tally: _Tally, *, complete: bool
         by_source[names[source]][reason] = count
         by_reason[reason] += count
     fill = sums["tokens"] / max(sums["slots"], 1)
-    num_samples, num_steps = max(sums["samples"], 1), max(sums["steps"], 1)
+    per_step = sums["samples"] / max(sums["steps"], 1)
+    requests, num_bytes = (
+        sums[name] / max(sums["counted"], 1) if tally.count_requests else None for name in ("requests", "bytes")
+    )
     return PlanReport(
         fill=fill,
         padding=1.0 - fill,
@@ -248,10 +245,10 @@ def _report(planner: Planner, shape: StepShape, tally: _Tally, *, complete: bool
         variance_inflation=mean.get("variance", 0.0),
         repeat_rate=mean.get("repeat", 0.0),
         state_bytes=tally.state_bytes,
-        requests_per_sample=sums["requests"] / num_samples,
-        requests_per_step=sums["requests"] / num_steps,
-        bytes_per_step=sums["bytes"] / num_steps,
-        bytes_per_sample=sums["bytes"] / num_samples,
+        requests_per_sample=requests,
+        requests_per_step=None if requests is None else requests * per_step,
+        bytes_per_step=None if num_bytes is None else num_bytes * per_step,
+        bytes_per_sample=num_bytes,
     )
 
 
@@ -271,3 +268,90 @@ def _steps_per_epoch(planner: Planner, shape: StepShape, tally: _Tally) -> float
     done = min(epochs) if planner.terms.stop in ("all", "each") else max(epochs)
     steps = tally.sums["units"] / shape.units_per_step
     return steps / done if done > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSample:
+    """One sample at its place in the run."""
+
+    step: int
+    rank: int
+    micro: int
+    row: int
+    """Row of the micro-batch: a pack, a group or a sample."""
+    place: int
+    """Place within the row."""
+    source: str
+    shard: int
+    sample_row: int
+    """Row of the sample in its shard's index; with shard and source the key is found there."""
+    tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def step_at(planner: Planner, shape: StepShape, step: int, *, state: dict[str, Any] | None = None) -> Step:
+    """Return one step that is ahead; it has no state, because what comes before it is skipped."""
+
+    def holds_step(first: int, horizon: Horizon) -> bool:
+        return first + horizon.num_steps > step
+
+    for found in planner.search(shape, state, holds_step):
+        if found.index == step:
+            return found
+        if found.index > step:
+            break
+    raise InputError(
+        f"Step {step} is not ahead: the run ends before it, or the state stands after it. Ask for another step, or "
+        f"start from the beginning of the run or from an earlier state."
+    )
+
+
+def samples_of_step(
+    planner: Planner, shape: StepShape, step: int, *, rank: int | None = None, state: dict[str, Any] | None = None
+) -> tuple[PlannedSample, ...]:
+    """Return the samples of one step, of one rank or of all, in the order of delivery."""
+    found = step_at(planner, shape, step, state=state)
+    return tuple(sample for sample in _deliveries(planner, found) if rank is None or sample.rank == rank)
+
+
+def find_sample(
+    planner: Planner, shape: StepShape, ref: Ref, *, state: dict[str, Any] | None = None
+) -> PlannedSample | None:
+    """Return where a sample is delivered next; None when the stream ends before."""
+
+    def may_hold_sample(_first: int, horizon: Horizon) -> bool:
+        return any((window.samples.refs == ref).all(axis=1).any() for window in horizon.table.windows)
+
+    name = planner.sources[ref.source].name
+    for step in planner.search(shape, state, may_hold_sample):
+        for delivery in _deliveries(planner, step):
+            if (delivery.source, delivery.shard, delivery.sample_row) == (name, ref.shard, ref.row):
+                return delivery
+    return None
+
+
+def _deliveries(planner: Planner, step: Step) -> Iterator[PlannedSample]:
+    table, grid = step.table, step.numbers()
+    for micro in range(step.micro_begin, grid.shape[0]):
+        for rank in range(grid.shape[1]):
+            for row, number in enumerate(grid[micro, rank].tolist()):
+                if number < 0:
+                    continue
+                window, unit = table.windows[int(table.window[number])], int(table.unit[number])
+                members = np.arange(window.splits[unit], window.splits[unit + 1])
+                refs, tokens = window.samples.refs[members].tolist(), window.samples.tokens[members].tolist()
+                for place, ((source, shard, sample_row), length) in enumerate(zip(refs, tokens, strict=True)):
+                    yield PlannedSample(
+                        step=step.index,
+                        rank=rank,
+                        micro=micro,
+                        row=row,
+                        place=place,
+                        source=planner.sources[source].name,
+                        shard=shard,
+                        sample_row=sample_row,
+                        tokens=length,
+                    )

@@ -1,24 +1,25 @@
-"""A place in the unit stream as JSON, and back.
+"""The cursor as JSON, with what proves that it fits.
 
-Enters: a `Place`, what was delivered, the mixture's terms. Leaves: a dict of plain JSON values, a few KB, without
-pickle and without a world size except that of a step that was interrupted. Reading it back checks types and sizes here
-and whether it fits the plan in `check.py`.
+Enters: a `Cursor` and the plan's fingerprints. Leaves: a dict of plain JSON values, about a kilobyte, without
+pickle and without a world size except that of steps that were interrupted. Reading it back checks types and sizes
+here, and whether it fits the plan in `resume.py`.
+
+Carried samples are written as positions of their sources, counted back from the cursor: they were drawn a few windows
+before, so their distances are small numbers. A source's samples of one age lie in front of all its older ones.
 """
 
 from __future__ import annotations
 
 import base64
-import zlib
-from dataclasses import asdict, dataclass
+import itertools
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vlm_stream.errors import ConfigError, StateError
-from vlm_stream.plan.balance import BalanceConfig
-from vlm_stream.plan.costs import CostConfig
-from vlm_stream.plan.steps import Partial, Progress
-from vlm_stream.plan.values import StepShape
+from vlm_stream.plan.queue import Begun, Delivered
+from vlm_stream.plan.values import BalanceConfig, CostConfig, StepShape
 from vlm_stream.plan.window import Terms
 
 if TYPE_CHECKING:
@@ -26,105 +27,176 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from vlm_stream.plan.queue import Place
-    from vlm_stream.plan.samples import Samples
+    from vlm_stream.plan.queue import Cursor
+    from vlm_stream.plan.window import WindowStart
 
-__all__ = ["VERSION", "Era", "Restored", "read_state", "write_state"]
+    Ints = npt.NDArray[np.int64]
 
-VERSION = 2
+__all__ = ["Fingerprints", "State", "read_state", "write_state"]
+
+VERSION = 3
 _MAX_UNITS = 1 << 26  # units of the open windows
 _MAX_CARRY = 1 << 20  # carried samples
-_BYTES_PER_CARRIED = 12
+_MAX_LOW_BITS = 40  # of a distance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Era:
-    """Terms of the mixture, and the first window that was drawn under them."""
+class Fingerprints:
+    """What a state must find again."""
 
-    first_window: int
-    terms: Terms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Restored:
-    """What a state says, still unchecked."""
-
-    window: int
-    draw: int
-    units: int
-    positions: dict[str, int]
-    """Samples drawn from each source, over all epochs."""
-    lengths: dict[str, int]
-    """Samples in an epoch of each source."""
-    digests: dict[str, str]
-    carry_refs: npt.NDArray[np.int64]
-    """[c, 3]; its sources count the names of `positions`."""
-    carry_age: npt.NDArray[np.int64]
-    done: npt.NDArray[np.bool_]
-    """Units from the window's start on that were delivered."""
-    window_digest: str | None
-    planned: int
-    eras: tuple[Era, ...]
-    partial: Partial | None
-    progress: Progress
-    stream_fields: dict[str, Any]
+    sources: tuple[tuple[str, str, int], ...]
+    """Name, digest and epoch length of each."""
+    plan: dict[str, Any]
     geometry: str
     text: str
 
 
-def write_state(
-    place: Place, progress: Progress, partial: Partial | None, eras: Sequence[Era], fingerprints: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the state as JSON values; `fingerprints` holds sources (with epoch lengths), plan, geometry, text."""
-    done = place.done()
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class State:
+    """What a state says, not yet compared with a plan."""
+
+    window: int
+    draw: int
+    positions: dict[str, int]
+    """Samples drawn from each source, over all epochs."""
+    carry: Ints
+    """[c, 3] Source (as counted in `positions`), distance back from its position, age."""
+    done: npt.NDArray[np.bool_]
+    window_digest: str | None
+    planned: int
+    terms: tuple[Terms, ...]
+    begun: Begun | None
+    delivered: Delivered
+    fingerprints: Fingerprints
+
+
+def write_state(cursor: Cursor, fingerprints: Fingerprints) -> dict[str, Any]:
+    """Return the state as JSON values."""
+    done, window, delivered = cursor.done, cursor.window, cursor.delivered
     prefix = int(np.argmin(done)) if not done.all() else len(done)
-    cursor = place.cursor
-    planned_first = bool(place.windows) and (len(done) > 0 or partial is not None)
+    names = tuple(name for name, _, _ in fingerprints.sources)
+    counts, distances = pack_carry(window)
     state: dict[str, Any] = {
         "version": VERSION,
-        "step": progress.steps,
-        "delivered": {"units": progress.units, "samples": progress.samples, "digest": progress.digest},
-        "window": cursor.window,
-        "draw": cursor.draw,
-        "units": cursor.units,
+        "step": delivered.steps,
+        "delivered": {"units": delivered.units, "samples": delivered.samples, "digest": delivered.digest},
+        "window": window.number,
+        "draw": window.draw,
         "sources": [
-            {
-                "name": name,
-                "digest": digest,
-                "epoch": position // length,
-                "position": position % length,
-                "length": length,
-            }
-            for (name, digest, length), position in zip(fingerprints["sources"], cursor.positions, strict=True)
+            {"name": name, "digest": digest, "epoch": at // length, "position": at % length, "length": length}
+            for (name, digest, length), at in zip(fingerprints.sources, window.positions, strict=True)
         ],
-        "carry": pack_carry(cursor.carry),
+        "carry": counts,
+        "carry_distances": distances,
         "units_done": prefix,
-        "window_digest": place.windows[0].digest if planned_first else None,
-        "planned": place.planned,
-        "eras": [
-            # By hand, as the rest: `asdict` copies all the way down, and this is written behind every batch.
-            {
-                "window": era.first_window,
-                "names": era.terms.names,
-                "shares": era.terms.shares,
-                "stop": era.terms.stop,
-                "epochs": era.terms.epochs,
-            }
-            for era in _live_eras(eras, cursor.window)
-        ],
-        "plan": fingerprints["plan"],
-        "geometry": fingerprints["geometry"],
-        "text": fingerprints["text"],
+        # Before its first unit, a window may still be planned in another way.
+        "window_digest": cursor.window_digest if len(done) or cursor.begun else None,
+        "planned": cursor.planned,
+        "terms": [_write_terms(terms, names) for terms in _live_terms(cursor)],
+        "plan": fingerprints.plan,
+        "geometry": fingerprints.geometry,
+        "text": fingerprints.text,
     }
     if prefix < len(done):
         state["done_beyond"] = _to_text(np.packbits(done[prefix:]).tobytes())
         state["done_beyond_bits"] = len(done) - prefix
-    if partial is not None:
-        state["partial"] = asdict(partial)
+    if cursor.begun is not None:
+        state["begun"] = _write_begun(cursor.begun)
     return state
 
 
-def read_state(state: Any) -> Restored:
+def _live_terms(cursor: Cursor) -> list[Terms]:
+    """Leave out terms that ended before the cursor's window."""
+    first = max((i for i, terms in enumerate(cursor.terms) if terms.first_window <= cursor.window.number), default=0)
+    return list(cursor.terms[first:])
+
+
+def _write_terms(terms: Terms, names: tuple[str, ...]) -> dict[str, Any]:
+    values = {"window": terms.first_window, "shares": terms.shares, "stop": terms.stop, "epochs": terms.epochs}
+    return values if terms.names == names else {**values, "names": terms.names}
+
+
+def _write_begun(begun: Begun) -> dict[str, Any]:
+    return {
+        "shape": [begun.shape.world_size, begun.shape.micro_batches, begun.shape.batch_size],
+        "barrier": begun.balance.barrier,
+        "horizon": begun.balance.horizon,
+        "costs": list(astuple(begun.balance.costs)),
+        "steps_done": begun.steps_done,
+        "micro_done": begun.micro_done,
+    }
+
+
+def pack_carry(window: WindowStart) -> tuple[list[list[int]], str]:
+    """Return how many samples of each source have the ages 1, 2, ..., and their distances back as text.
+
+    Distances of a source ascend, and so do their ages; what is written is the gap from each to the next.
+    """
+    refs, age = window.carry.refs, window.carry.age
+    distance = np.asarray(window.positions, dtype=np.int64)[refs[:, 0]] - window.carry.position
+    counts: list[list[int]] = []
+    gaps: list[int] = []
+    for source in range(len(window.positions)):
+        mine = refs[:, 0] == source
+        counts.append(np.bincount(age[mine])[1:].tolist())
+        gaps += np.diff(np.sort(distance[mine]), prepend=0).tolist()
+    return counts, _pack_gaps(gaps)
+
+
+def _pack_gaps(gaps: list[int]) -> str:
+    """Write numbers by Exp-Golomb coding.
+
+    With k low bits, 2^k is added to each; then come as many 1s as it has bits above the k low ones and the first, a 0,
+    and all its bits but the first. For k=2: 0 -> 000, 3 -> 011, 4 -> 10000.
+    """
+    if not gaps:
+        return ""
+    texts = ["".join(_code(gap, low) for gap in gaps) for low in _low_bits(gaps)]
+    low, bits = min(zip(_low_bits(gaps), texts, strict=True), key=lambda pair: len(pair[1]))
+    bits += "1" * (-len(bits) % 8)
+    return _to_text(bytes([low]) + int(bits, 2).to_bytes(len(bits) // 8, "big"))
+
+
+def _code(number: int, low: int) -> str:
+    bits = format(number + (1 << low), "b")
+    return "1" * (len(bits) - 1 - low) + "0" + bits[1:]
+
+
+def _low_bits(gaps: list[int]) -> range:
+    """Return the numbers of low bits that may be the best: those around the mean."""
+    mean = (sum(gaps) // len(gaps)).bit_length()
+    return range(max(mean - 3, 0), min(mean + 1, _MAX_LOW_BITS) + 1)
+
+
+def unpack_carry(counts: Sequence[Sequence[int]], text: str) -> Ints:
+    """Read what `pack_carry` wrote: [c, 3] source, distance back, age."""
+    gaps = iter(_unpack_gaps(text, sum(map(sum, counts))))
+    carry = []
+    for source, ages in enumerate(counts):
+        distance = 0
+        for age, count in enumerate(ages, start=1):
+            for gap in itertools.islice(gaps, count):
+                distance += gap
+                carry.append((source, distance, age))
+    return np.asarray(carry, dtype=np.int64).reshape(-1, 3)
+
+
+def _unpack_gaps(text: str, count: int) -> list[int]:
+    raw = _from_text(text)
+    low = raw[0] if raw else 0
+    bits = "".join(format(byte, "08b") for byte in raw[1:])
+    gaps = []
+    at = 0
+    while (zero := bits.find("0", at)) >= 0 and low <= _MAX_LOW_BITS:
+        end = zero + 1 + (zero - at) + low
+        gaps.append(int("1" + bits[zero + 1 : end], 2) - (1 << low))
+        at = end
+    if len(gaps) != count or not 0 <= len(bits) - at < 8:
+        raise ValueError("the carried samples do not have the size that they name")
+    return gaps
+
+
+def read_state(state: Any) -> State:
     """Read a state's JSON; refuse what is not one."""
     version = state.get("version") if isinstance(state, dict) else None
     if version != VERSION:
@@ -134,7 +206,7 @@ def read_state(state: Any) -> Restored:
         )
     try:
         return _read(_Fields(state))
-    except (KeyError, TypeError, ValueError, ConfigError, zlib.error) as error:
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise StateError(
             f"The state is damaged ({type(error).__name__}: {error}), so its place in the stream is unknown. "
             f"Use an older checkpoint, or start without a state."
@@ -153,20 +225,11 @@ class _Fields:
         return name in self._values
 
     def count(self, name: str, most: int = 1 << 62, least: int = 0) -> int:
-        value = self._values[name]
-        if type(value) is not int or not least <= value <= most:
-            raise ValueError(f"{name} is {value!r:.80}")
-        return value
+        return _count(name, self._values[name], most, least)
 
     def text(self, name: str) -> str:
         value = self._values[name]
         if not isinstance(value, str):
-            raise TypeError(f"{name} is {value!r:.80}")
-        return value
-
-    def flag(self, name: str) -> bool:
-        value = self._values[name]
-        if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r:.80}")
         return value
 
@@ -176,9 +239,9 @@ class _Fields:
     def fields(self, name: str) -> _Fields:
         return _Fields(self._values[name])
 
-    def items(self, name: str) -> list[Any]:
+    def items(self, name: str, kinds: tuple[type, ...] = (object,)) -> list[Any]:
         value = self._values[name]
-        if not isinstance(value, list | tuple):
+        if not isinstance(value, list | tuple) or not all(isinstance(item, kinds) for item in value):
             raise TypeError(f"{name} is {value!r:.80}")
         return list(value)
 
@@ -190,123 +253,101 @@ class _Fields:
         return dict(self._values)
 
 
-def _read(state: _Fields) -> Restored:
+def _count(name: str, value: Any, most: int, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r:.80}")
+    return value
+
+
+def _read(state: _Fields) -> State:
     sources = [_Fields(source) for source in state.items("sources")]
-    names = [source.text("name") for source in sources]
+    names = tuple(source.text("name") for source in sources)
     lengths = [source.count("length", least=1) for source in sources]
-    refs, age = unpack_carry(state.text("carry"))
-    if len(set(names)) < len(names) or (len(refs) and refs[:, 0].max() >= len(names)):
-        raise ValueError("carried samples or sources without a name of their own")
-    done = np.ones(state.count("units_done", _MAX_UNITS), dtype=bool)
-    if "done_beyond" in state:
-        bits = np.unpackbits(np.frombuffer(_from_text(state.text("done_beyond")), dtype=np.uint8))
-        if not 0 < state.count("done_beyond_bits", _MAX_UNITS) <= len(bits):
-            raise ValueError("done_beyond_bits")
-        done = np.concatenate([done, bits[: state.count("done_beyond_bits")].astype(bool)])
-    delivered = state.fields("delivered")
+    if len(set(names)) < len(names):
+        raise ValueError("sources without a name of their own")
+    counts = [
+        [_count("carry", count, _MAX_CARRY) for count in ages] for ages in state.items("carry", kinds=(list, tuple))
+    ]
+    if len(counts) != len(names):
+        raise ValueError("carried samples of other sources")
     window = state.count("window")
-    eras = tuple(_read_era(_Fields(era)) for era in state.items("eras"))
-    if not eras or eras[0].first_window > window:
+    terms = tuple(_read_terms(_Fields(each), names) for each in state.items("terms"))
+    if not terms or terms[0].first_window > window:
         raise ValueError("no terms of the mixture hold for the open window")
-    return Restored(
+    delivered = state.fields("delivered")
+    return State(
         window=window,
         draw=state.count("draw"),
-        units=state.count("units"),
         positions={
             name: source.count("epoch", 1 << 32) * length + source.count("position", length - 1)
             for name, length, source in zip(names, lengths, sources, strict=True)
         },
-        lengths=dict(zip(names, lengths, strict=True)),
-        digests={name: source.text("digest") for name, source in zip(names, sources, strict=True)},
-        carry_refs=refs,
-        carry_age=age,
-        done=done,
+        carry=unpack_carry(counts, state.text("carry_distances")),
+        done=_read_done(state),
         window_digest=state.optional("window_digest", state.text),
         planned=state.count("planned"),
-        eras=eras,
-        partial=_read_partial(state.fields("partial")) if "partial" in state else None,
-        progress=Progress(
+        terms=terms,
+        begun=_read_begun(state.fields("begun")) if "begun" in state else None,
+        delivered=Delivered(
             steps=state.count("step"),
             units=delivered.count("units"),
             samples=delivered.count("samples"),
             digest=bytes.fromhex(delivered.text("digest")).hex(),
         ),
-        stream_fields=state.fields("plan").plain(),
-        geometry=state.text("geometry"),
-        text=state.text("text"),
+        fingerprints=Fingerprints(
+            sources=tuple(zip(names, [source.text("digest") for source in sources], lengths, strict=True)),
+            plan=state.fields("plan").plain(),
+            geometry=state.text("geometry"),
+            text=state.text("text"),
+        ),
     )
 
 
-def _read_era(era: _Fields) -> Era:
-    names, shares = era.items("names"), era.items("shares")
-    if len(names) != len(shares) or not all(isinstance(name, str) for name in names):
-        raise TypeError("names of an era")
-    if not all(type(share) in (int, float) and 0 <= share <= 1 for share in shares):
-        raise TypeError("shares of an era")
-    stop, epochs = era.text("stop"), era.optional("epochs", lambda name: era.count(name, 1 << 32))
-    terms = Terms(names=tuple(names), shares=tuple(shares), stop=stop, epochs=epochs)
-    return Era(first_window=era.count("window"), terms=terms)
+def _read_done(state: _Fields) -> npt.NDArray[np.bool_]:
+    done = np.ones(state.count("units_done", _MAX_UNITS), dtype=bool)
+    if "done_beyond" not in state:
+        return done
+    bits = np.unpackbits(np.frombuffer(_from_text(state.text("done_beyond")), dtype=np.uint8))
+    num_bits = state.count("done_beyond_bits", min(_MAX_UNITS, len(bits)), least=1)
+    return np.concatenate([done, bits[:num_bits].astype(bool)])
 
 
-def _read_partial(partial: _Fields) -> Partial:
-    shape = StepShape(**partial.fields("shape").plain())
-    if any(type(getattr(shape, name)) is not int for name in ("world_size", "micro_batches", "batch_size")):
-        raise TypeError("shape of a step")
-    balance = partial.fields("balance")
-    costs = CostConfig(**balance.fields("costs").plain())
-    config = BalanceConfig(
-        barrier=balance.text("barrier"),
-        horizon=balance.count("horizon", 1 << 20, least=1),
-        small_ends=balance.flag("small_ends"),
-        costs=costs,
+def _read_terms(terms: _Fields, sources: tuple[str, ...]) -> Terms:
+    names = tuple(terms.items("names", kinds=(str,))) if "names" in terms else sources
+    shares = tuple(terms.items("shares", kinds=(int, float)))
+    if len(names) != len(shares) or not all(0 <= share <= 1 for share in shares):
+        raise ValueError("shares of the mixture")
+    return Terms(
+        first_window=terms.count("window"),
+        names=names,
+        shares=shares,
+        stop=terms.text("stop"),
+        epochs=terms.optional("epochs", lambda name: terms.count(name, 1 << 32)),
     )
-    return Partial(
+
+
+def _read_begun(begun: _Fields) -> Begun:
+    world_size, micro_batches, batch_size = (_count("shape", n, 1 << 31, 1) for n in begun.items("shape"))
+    shape = StepShape(world_size=world_size, micro_batches=micro_batches, batch_size=batch_size)
+    llm_linear, llm_square, vit_linear, vit_square = begun.items("costs", kinds=(int, float))
+    balance = BalanceConfig(
+        barrier=begun.text("barrier"),
+        horizon=begun.count("horizon", 1 << 20, least=1),
+        costs=CostConfig(llm_linear=llm_linear, llm_square=llm_square, vit_linear=vit_linear, vit_square=vit_square),
+    )
+    if shape.units_per_step * balance.horizon > _MAX_UNITS:
+        raise ValueError(f"shape is {begun.items('shape')!r:.80}")
+    return Begun(
         shape=shape,
-        balance=config,
-        steps_done=partial.count("steps_done", config.horizon - 1),
-        micro_done=partial.count("micro_done", shape.micro_batches - 1),
+        balance=balance,
+        steps_done=begun.count("steps_done", balance.horizon - 1),
+        micro_done=begun.count("micro_done", shape.micro_batches - 1),
     )
-
-
-def _live_eras(eras: Sequence[Era], window: int) -> list[Era]:
-    """Leave out the eras that ended before that window."""
-    first = max((i for i, era in enumerate(eras) if era.first_window <= window), default=0)
-    return list(eras[first:])
-
-
-def pack_carry(carry: Samples) -> str:
-    """Write refs and ages column by column, as differences where they are sorted: about 4 bytes a sample."""
-    refs = carry.refs
-    if not len(refs):
-        return ""
-    shard = np.diff(refs[:, 1], prepend=0)
-    columns = [refs[:, 0].astype("<u2"), carry.age.astype("<u2"), shard.astype("<i4"), refs[:, 2].astype("<u4")]
-    raw = b"".join(column.view(np.uint8).reshape(len(refs), -1).T.tobytes() for column in columns)
-    return _to_text(zlib.compress(len(refs).to_bytes(4, "little") + raw, 9))
-
-
-def unpack_carry(text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Read what `pack_carry` wrote: [c, 3] refs and [c] ages."""
-    if not text:
-        return np.zeros((0, 3), dtype=np.int64), np.zeros(0, dtype=np.int64)
-    opened = zlib.decompressobj()
-    raw = opened.decompress(_from_text(text), 4 + _MAX_CARRY * _BYTES_PER_CARRIED)
-    count, begin = int.from_bytes(raw[:4], "little"), 4
-    if not opened.eof or len(raw) != 4 + count * _BYTES_PER_CARRIED:
-        raise ValueError("the carried samples do not have the size that they name")
-    columns = []
-    for dtype in ("<u2", "<u2", "<i4", "<u4"):
-        width = np.dtype(dtype).itemsize
-        planes = np.frombuffer(raw, dtype=np.uint8, count=count * width, offset=begin).reshape(width, count)
-        columns.append(np.ascontiguousarray(planes.T).view(dtype).ravel().astype(np.int64))
-        begin += count * width
-    source, age, shard, row = columns
-    return np.stack([source, np.cumsum(shard), row], axis=1), age
 
 
 def _to_text(raw: bytes) -> str:
-    return base64.b64encode(raw).decode("ascii")
+    return base64.b85encode(raw).decode("ascii")
 
 
 def _from_text(text: str) -> bytes:
-    return base64.b64decode(text.encode("ascii"), validate=True)
+    return base64.b85decode(text.encode("ascii"))

@@ -1,32 +1,42 @@
 """One window's samples -> its units: packs, groups or single samples, and what is carried to the next window.
 
-Enters: samples, a mode, a key for this window's permutation. Leaves: `Cut`. This is the part of the plan that the mode
-decides; nothing here knows ranks, steps or positions.
+Enters: samples, a mode, a key for this window's permutation. Leaves: `Cut`. Samples that are too long for a unit are
+dropped or truncated, and always named. This is the part of the plan that the mode decides; nothing here knows ranks,
+steps or sources.
+
+Grouped by count, the unit stays the single sample: a micro-batch is any number of neighbours, so the batch size may
+change at a resume. Only a budget of padded tokens makes the group itself the unit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from vlm_stream.plan.fit import fit_samples
-from vlm_stream.plan.group import GroupConfig, PlainConfig, budget_groups, permute_blocks
-from vlm_stream.plan.pack import PackConfig, argsort_small, best_fit_decreasing
+from vlm_stream.plan.order import Samples
+from vlm_stream.plan.pack import argsort_small, best_fit_decreasing
 from vlm_stream.plan.randomness import Key, permutation
-from vlm_stream.plan.samples import Samples
+from vlm_stream.plan.values import Dropped, GroupConfig, PackConfig, PlainConfig, Ref
 from vlm_stream.ragged import take_rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from vlm_stream.plan.values import Dropped
-
     Ints = npt.NDArray[np.int64]
     Mode = PackConfig | GroupConfig | PlainConfig
 
-__all__ = ["Cut", "cut_units"]
+__all__ = ["Cut", "budget_groups", "cut_units", "permute_chunks", "sort_carried"]
+
+# Part of the stream: other values change the order of samples. Tests make them smaller.
+CHUNK_UNITS: Final = 256
+"""Grouped units that are neighbours in length and stay together: at least the units of a step, or its ranks meet two
+lengths. It does not follow the world size."""
+CARRY_SAMPLES: Final = 512
+"""Most samples that under-filled packs give back to the next window."""
+CARRY_WINDOWS: Final = 4
+"""Windows through which one sample may be carried."""
 
 _FULL = 0.995  # a pack at least this full is never given back: another round could gain next to nothing
 
@@ -48,28 +58,26 @@ def cut_units(samples: Samples, mode: Mode, key: Key | None, *, last: bool) -> C
     """Cut a window into units, permuted by the key or, without one, in their own order; the `last` carries nothing."""
     if isinstance(mode, PackConfig):
         return _packs(samples, mode, key, last=last)
-    samples, dropped = fit_samples(samples, max_tokens=mode.max_tokens, max_vision=None, rule=mode.long_samples)
-    nothing = Samples.empty()
+    samples, dropped = _fit(samples, max_tokens=mode.max_tokens, max_vision=None, rule=mode.long_samples)
+    carry = Samples.none()
     if isinstance(mode, PlainConfig):
-        return Cut(samples=samples, splits=np.arange(len(samples) + 1), carry=nothing, dropped=dropped)
+        return Cut(samples=samples, splits=np.arange(len(samples) + 1), carry=carry, dropped=dropped)
     samples = samples.pick(np.argsort(-samples.tokens, kind="stable"))
     if mode.token_budget is None:
-        order = permute_blocks(len(samples), mode.block_units, key)
-        return Cut(samples=samples.pick(order), splits=np.arange(len(samples) + 1), carry=nothing, dropped=dropped)
+        order = permute_chunks(len(samples), CHUNK_UNITS, key)
+        return Cut(samples=samples.pick(order), splits=np.arange(len(samples) + 1), carry=carry, dropped=dropped)
     splits, num_full = budget_groups(samples.tokens, mode.token_budget)
-    if not last and num_full < len(splits) - 1 and samples.age[splits[num_full] :].max(initial=0) < mode.carry_windows:
-        nothing = _older(samples.pick(np.arange(splits[num_full], len(samples))))
+    if not last and num_full < len(splits) - 1 and samples.age[splits[num_full] :].max(initial=0) < CARRY_WINDOWS:
+        carry = _older(samples.pick(np.arange(splits[num_full], len(samples))))
         splits = splits[: num_full + 1]
-    order = permute_blocks(len(splits) - 1, mode.block_units, key)
-    return _reorder(samples, splits, order, nothing, dropped)
+    order = permute_chunks(len(splits) - 1, CHUNK_UNITS, key)
+    return _reorder(samples, splits, order, carry, dropped)
 
 
 def _packs(samples: Samples, mode: PackConfig, key: Key | None, *, last: bool) -> Cut:
-    samples, dropped = fit_samples(
-        samples, max_tokens=mode.pack_size, max_vision=mode.vision_size, rule=mode.long_samples
-    )
+    samples, dropped = _fit(samples, max_tokens=mode.pack_size, max_vision=mode.vision_size, rule=mode.long_samples)
     if not len(samples):
-        return Cut(samples=samples, splits=np.zeros(1, dtype=np.int64), carry=Samples.empty(), dropped=dropped)
+        return Cut(samples=samples, splits=np.zeros(1, dtype=np.int64), carry=Samples.none(), dropped=dropped)
     # An empty sample counts as one token, or one row would hold any number of them. One that is longer than the
     # capacity, but not than the row, gets a row of its own.
     lengths = -(-np.maximum(samples.tokens, 1) // mode.alignment) * mode.alignment
@@ -78,7 +86,7 @@ def _packs(samples: Samples, mode: PackConfig, key: Key | None, *, last: bool) -
     packs = best_fit_decreasing(lengths, mode.capacity, samples.vision if capped else None, mode.vision_size or 0)
     num_packs = int(packs.max()) + 1
     given_back = np.zeros(num_packs, dtype=bool) if last else _given_back(packs, lengths, samples.age, mode)
-    place = np.empty(num_packs, dtype=np.int64)  # pack -> place in the stream; those given back stand behind it
+    place = np.empty(num_packs, dtype=np.int64)  # pack -> place in the stream; those given back stand after it
     kept = np.flatnonzero(~given_back)
     if key is not None:
         kept = kept[permutation(key, len(kept))]
@@ -97,30 +105,96 @@ def _packs(samples: Samples, mode: PackConfig, key: Key | None, *, last: bool) -
 
 
 def _given_back(packs: Ints, lengths: Ints, age: Ints, mode: PackConfig) -> npt.NDArray[np.bool_]:
-    """Choose the packs whose samples wait for the next window: the emptiest, until `carry_samples` are reached."""
+    """Choose the packs whose samples wait for the next window: the emptiest, until `CARRY_SAMPLES` are reached."""
     num_packs = int(packs.max()) + 1
     fill = np.bincount(packs, weights=lengths, minlength=num_packs).astype(np.int64)
     size = np.bincount(packs, minlength=num_packs)
     oldest = np.zeros(num_packs, dtype=np.int64)
     np.maximum.at(oldest, packs, age)
-    open_packs = np.flatnonzero((fill < _FULL * mode.capacity) & (oldest < mode.carry_windows))
+    open_packs = np.flatnonzero((fill < _FULL * mode.capacity) & (oldest < CARRY_WINDOWS))
     emptiest = open_packs[np.argsort(fill[open_packs], kind="stable")]
     # Half the samples at most: a window that gives everything back would never deliver.
-    fits = np.cumsum(size[emptiest]) <= min(mode.carry_samples, len(packs) // 2)
+    fits = np.cumsum(size[emptiest]) <= min(CARRY_SAMPLES, len(packs) // 2)
     chosen = np.zeros(num_packs, dtype=bool)
     chosen[emptiest[fits]] = True
     return chosen
 
 
 def _older(samples: Samples) -> Samples:
-    """Return samples one window older, in the order in which a state lists them."""
+    return sort_carried(replace(samples, age=samples.age + 1))
+
+
+def sort_carried(samples: Samples) -> Samples:
+    """Return samples in the order in which they are carried, which a state does not have to keep."""
     refs = samples.refs
-    order = np.lexsort((samples.age, refs[:, 2], refs[:, 1], refs[:, 0]))
-    samples = samples.pick(order)
-    return replace(samples, age=samples.age + 1)
+    return samples.pick(np.lexsort((samples.position, samples.age, refs[:, 2], refs[:, 1], refs[:, 0])))
 
 
 def _reorder(samples: Samples, splits: Ints, order: Ints, carry: Samples, dropped: tuple[Dropped, ...]) -> Cut:
     """Put units into another order."""
     members, splits = take_rows(splits, order)
     return Cut(samples=samples.pick(members), splits=splits, carry=carry, dropped=dropped)
+
+
+def _fit(
+    samples: Samples, *, max_tokens: int | None, max_vision: int | None, rule: str
+) -> tuple[Samples, tuple[Dropped, ...]]:
+    """Apply the rule to samples above a limit and keep the order of the others; `raise` is left to the caller."""
+    if max_tokens is None and max_vision is None:
+        return samples, ()
+    long = samples.tokens > max_tokens if max_tokens is not None else np.zeros(len(samples), dtype=bool)
+    wide = samples.vision > max_vision if max_vision is not None else np.zeros(len(samples), dtype=bool)
+    if not long.any() and not wide.any():
+        return samples, ()
+    notes: list[Dropped] = []
+    gone = wide if rule == "truncate" else long | wide
+    notes += _notes(samples, gone & wide, "too_much_vision")
+    notes += _notes(samples, gone & ~wide, "too_long")
+    if rule == "truncate":
+        # A carried sample was named when it first came.
+        notes += _notes(samples, long & ~wide & (samples.age == 0), "truncated")
+        if long.any():  # how many labels are cut off is not known here
+            tokens, labels = np.minimum(samples.tokens, max_tokens or 0), np.where(long, -1, samples.labels)
+            samples = replace(samples, tokens=tokens, labels=labels)
+    return samples.pick(~gone), tuple(notes)
+
+
+def _notes(samples: Samples, which: npt.NDArray[np.bool_], reason: str) -> list[Dropped]:
+    rows = np.flatnonzero(which)
+    return [
+        Dropped(ref=Ref(*ref), reason=reason, tokens=tokens, vision_tokens=vision)
+        for ref, tokens, vision in zip(
+            samples.refs[rows].tolist(), samples.tokens[rows].tolist(), samples.vision[rows].tolist(), strict=True
+        )
+    ]
+
+
+def budget_groups(lengths: Ints, budget: int) -> tuple[Ints, int]:
+    """Cut lengths, longest first, into groups of rows x longest row <= budget.
+
+    Returns:
+        [groups + 1] Where groups begin and end, and the number of groups that took all they could.
+
+    >>> budget_groups(np.array([6, 5, 4, 4, 3]), 12)
+    (array([0, 2, 5]), 2)
+    """
+    splits = [0]
+    begin, num = 0, len(lengths)
+    num_full = 0
+    while begin < num:
+        rows = budget // max(int(lengths[begin]), 1)
+        end = min(begin + rows, num)
+        num_full += end - begin == rows
+        splits.append(end)
+        begin = end
+    return np.asarray(splits, dtype=np.int64), num_full
+
+
+def permute_chunks(num_units: int, chunk: int, key: Key | None) -> Ints:
+    """Return [num_units] the units in permuted chunks of neighbours; as they are without a key."""
+    if key is None:
+        return np.arange(num_units)
+    num_chunks = -(-num_units // chunk)
+    begins = permutation(key, num_chunks) * chunk
+    order = (begins[:, None] + np.arange(chunk)[None, :]).ravel()  # [num_chunks * chunk]
+    return order[order < num_units]

@@ -1,8 +1,7 @@
 """The unit stream, window by window.
 
-Enters: a cursor at the start of a window, and the mixture's terms. Leaves: that window's units and the cursor after
-it. A window is a pure function of the two: any process can plan any window that it has a cursor for. No world size
-here.
+Enters: the start of a window, and the mixture's terms. Leaves: that window's units and the start of the next. A window
+is a pure function of the two: any process can plan any window whose start it has. No world size here.
 """
 
 from __future__ import annotations
@@ -15,48 +14,47 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.plan.costs import llm_cost
+from vlm_stream.plan.balance import llm_cost
 from vlm_stream.plan.mixture import draw
-from vlm_stream.plan.pack import PackConfig
+from vlm_stream.plan.order import Samples, SourceStream, concatenate
 from vlm_stream.plan.randomness import Key, mix64
-from vlm_stream.plan.samples import Samples, SourceStream, concatenate
 from vlm_stream.plan.units import cut_units
+from vlm_stream.plan.values import PackConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from vlm_stream.plan.config import PlanConfig
-    from vlm_stream.plan.values import Dropped
+    from vlm_stream.plan.values import Dropped, PlanConfig
 
     Ints = npt.NDArray[np.int64]
 
 _UNKNOWN: Final = -(1 << 40)
 
-__all__ = ["Cursor", "Terms", "Window", "epoch_at", "plan_window"]
+__all__ = ["Terms", "Window", "WindowStart", "epoch_at", "plan_window"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cursor:
-    """A place between two windows."""
+class WindowStart:
+    """What a window is planned from."""
 
-    window: int
-    """Windows before this place."""
+    number: int
+    """Windows before this one."""
     draw: int
     """Draws before it."""
-    units: int
-    """Units before it."""
     positions: tuple[int, ...]
     """Samples drawn from each source before it, over all epochs."""
     carry: Samples
-    """Samples that wait for the next window."""
+    """Samples that earlier windows gave back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """The part of the config that may change at a resume; a window keeps the terms under which it was drawn."""
 
+    first_window: int = 0
+    """The first window that is drawn under these terms."""
     names: tuple[str, ...]
     """Sources, in the order in which the draw knows them."""
     shares: tuple[float, ...]
@@ -64,12 +62,12 @@ class Terms:
     epochs: int | None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: the digest is kept once it was asked for
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: cached_property needs a dict
 class Window:
     """One planned window."""
 
-    start: Cursor
-    after: Cursor
+    start: WindowStart
+    after: WindowStart
     samples: Samples
     """[n] Unit after unit."""
     splits: Ints
@@ -85,8 +83,8 @@ class Window:
     hashes: npt.NDArray[np.uint64]
     """[u] Of the refs in each unit."""
     dropped: tuple[Dropped, ...]
-    closes: bool
-    """The last window of an epoch that is closed by itself, or of the run: the step that ends it is filled up."""
+    is_last: bool
+    """The stream ends with it: the step that takes its last unit is filled up."""
 
     @cached_property
     def digest(self) -> str:
@@ -110,34 +108,26 @@ def epoch_at(positions: Sequence[int], streams: Sequence[SourceStream], terms: T
     return min(epochs) if terms.stop in ("all", "each") else max(epochs)
 
 
-def plan_window(cursor: Cursor, streams: Sequence[SourceStream], config: PlanConfig, terms: Terms) -> Window | None:
-    """Plan the window at a cursor; None when the stream has ended."""
-    max_units = config.mode.max_packs if isinstance(config.mode, PackConfig) else None
-    if max_units is not None and cursor.units >= max_units:
+def plan_window(start: WindowStart, streams: Sequence[SourceStream], config: PlanConfig, terms: Terms) -> Window | None:
+    """Plan one window; None when the stream has ended."""
+    fresh, draws_after, ended = _draw_fresh(start, streams, config, terms)
+    if not len(fresh) and not len(start.carry):
         return None
-    fresh, draws_after, ended = _draw_fresh(cursor, streams, config, terms)
-    if not len(fresh) and not len(cursor.carry):
-        return None
-    samples = concatenate([part for part in (cursor.carry, fresh) if len(part)])
-    key = Key(seed=config.seed, purpose="units", index=cursor.window) if config.shuffle else None
+    samples = concatenate([part for part in (start.carry, fresh) if len(part)])
+    key = Key(seed=config.seed, purpose="units", index=start.number) if config.shuffle else None
     cut = cut_units(samples, config.mode, key, last=ended)
     if cut.dropped and config.mode.long_samples == "raise":
         raise ConfigError(_refusal(cut.dropped[0], streams, config))
-    splits, carry = cut.splits, cut.carry
-    if max_units is not None and cursor.units + len(splits) - 1 >= max_units:
-        splits, carry, ended = splits[: max_units - cursor.units + 1], Samples.empty(), True
-    members = cut.samples if splits[-1] == len(cut.samples) else cut.samples.pick(np.arange(splits[-1]))
     drawn = np.bincount(fresh.refs[:, 0], minlength=len(streams)).tolist()
-    after = Cursor(
-        window=cursor.window + 1,
+    after = WindowStart(
+        number=start.number + 1,
         draw=draws_after,
-        units=cursor.units + len(splits) - 1,
-        positions=tuple(p + n for p, n in zip(cursor.positions, drawn, strict=True)),
-        carry=carry,
+        positions=tuple(p + n for p, n in zip(start.positions, drawn, strict=True)),
+        carry=cut.carry,
     )
-    hashes = _hash_units(members.refs, splits, [s.spec.name for s in streams])
+    members, splits = cut.samples, cut.splits
     return Window(
-        start=cursor,
+        start=start,
         after=after,
         samples=members,
         splits=splits,
@@ -146,9 +136,9 @@ def plan_window(cursor: Cursor, streams: Sequence[SourceStream], config: PlanCon
         vit=_sums(members.vit, splits),
         # So far below 0 that no number of labels makes up for it.
         labels=_sums(np.where(members.labels < 0, _UNKNOWN, members.labels), splits),
-        hashes=hashes,
+        hashes=_hash_units(members.refs, splits, [stream.spec.name for stream in streams]),
         dropped=cut.dropped,
-        closes=ended,
+        is_last=ended,
     )
 
 
@@ -165,33 +155,27 @@ def _refusal(note: Dropped, streams: Sequence[SourceStream], config: PlanConfig)
 
 
 def _draw_fresh(
-    cursor: Cursor, streams: Sequence[SourceStream], config: PlanConfig, terms: Terms
+    start: WindowStart, streams: Sequence[SourceStream], config: PlanConfig, terms: Terms
 ) -> tuple[Samples, int, bool]:
     """Draw a window's new samples; return them with the number of the next draw and whether the stop rule was met."""
     number_of = {stream.spec.name: number for number, stream in enumerate(streams)}
     numbers = np.asarray([number_of[name] for name in terms.names], dtype=np.int64)
-    goal_epochs = terms.epochs
-    if config.flush_epochs and terms.stop != "never":
-        goal_epochs = epoch_at(cursor.positions, streams, terms) + 1
-        if terms.epochs is not None and goal_epochs > terms.epochs:
-            return Samples.empty(), cursor.draw, True
     left = [
-        None if goal_epochs is None else goal_epochs * streams[n].epoch_length - cursor.positions[n]
+        None if terms.epochs is None else terms.epochs * streams[n].epoch_length - start.positions[n]
         for n in numbers.tolist()
     ]
-    draws = draw(cursor.draw, config.window, terms.shares, left, terms.stop)
-    if len(streams) == 1:
-        return streams[0].take(cursor.positions[0], len(draws.sources)), draws.next_draw, draws.ended
+    draws = draw(start.draw, config.window, terms.shares, left, terms.stop)
     sources = numbers[draws.sources]
     counts = np.bincount(sources, minlength=len(streams)).tolist()
-    taken = {
-        number: streams[number].take(cursor.positions[number], count) for number, count in enumerate(counts) if count
-    }
-    if len(taken) == 1:
-        return next(iter(taken.values())), draws.next_draw, draws.ended
-    # Source by source -> the order of the draws.
-    order = np.argsort(np.argsort(sources, kind="stable"), kind="stable")
-    return concatenate(list(taken.values())).pick(order), draws.next_draw, draws.ended
+    taken = [
+        stream.take(np.arange(position, position + count))
+        for stream, position, count in zip(streams, start.positions, counts, strict=True)
+        if count
+    ]
+    fresh = concatenate(taken)
+    if len(taken) > 1:  # source by source -> the order of the draws
+        fresh = fresh.pick(np.argsort(np.argsort(sources, kind="stable"), kind="stable"))
+    return fresh, draws.next_draw, draws.ended
 
 
 def _sums(values: Ints, splits: Ints) -> Ints:

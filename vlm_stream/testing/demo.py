@@ -91,7 +91,7 @@ def _show_plan(shards: Path, picture: Path, console: Console) -> None:
     columns = [planner.read_columns(0, [shard]) for shard in range(len(planner.sources[0].samples_per_shard))]
     packs = []
     for step in planner.steps(options.shape(1)):
-        refs = [ref for unit in step.units(0, 0) if unit is not None for ref in unit.refs]
+        refs = [ref for row in step.refs(0, 0) for ref in row]
         packs.append([(int(columns[r.shard].tokens[r.row]), int(columns[r.shard].vision_tokens[r.row])) for r in refs])
     _draw_plan(picture, [tokens for pack in packs for tokens, _ in pack], packs, _PACK_SIZE)
     console.print(
