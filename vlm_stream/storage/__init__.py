@@ -14,16 +14,19 @@ cache), `verify.py` (checksums, members), `metrics.py`. Stores and readers may b
 from __future__ import annotations
 
 from vlm_stream.storage.metrics import ReadTotals
+from vlm_stream.storage.object_reader import ObjectReader
 from vlm_stream.storage.options import ReadOptions, RetryOptions, StoreOptions
 from vlm_stream.storage.reader import SpanReader, SpanResult
 from vlm_stream.storage.store import Store, open_store
-from vlm_stream.storage.url import join_url, split_url
+from vlm_stream.storage.tar_urls import expand_urls
+from vlm_stream.storage.url import join_url, scheme_of, split_url
 from vlm_stream.storage.values import Member, ObjectInfo, Span
 from vlm_stream.storage.verify import crc32c_of
 
 __all__ = [
     "Member",
     "ObjectInfo",
+    "ObjectReader",
     "ReadOptions",
     "ReadTotals",
     "RetryOptions",
@@ -33,7 +36,9 @@ __all__ = [
     "Store",
     "StoreOptions",
     "crc32c_of",
+    "expand_urls",
     "join_url",
     "open_store",
+    "scheme_of",
     "split_url",
 ]
