@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.start import start
+
 from vlm_stream import StreamLoader, make_shards
 from vlm_stream.metrics import resident_bytes
 from vlm_stream.plan import Planner

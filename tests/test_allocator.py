@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from vlm_stream.allocator import _CHOSEN_BY_THE_USER
 
 _CODE = """

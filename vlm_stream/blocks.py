@@ -1,10 +1,10 @@
 """Shared memory of a worker process in which large tensors travel to the parent without a copy.
 
 Enters: tensors that a worker sends. Leaves: the same tensors in the parent, in the same memory. A worker owns anonymous
-files (memfd); the parent maps them by way of `/proc`. A block is filled again once the parent has dropped all tensors in
-it, which it says in its next message. Where that cannot be done (not Linux, no right to look at the worker, no memory
-left), tensors travel in the messages themselves, as small ones always do. Nothing goes through the shared memory of
-torch, whose segments have names and stay when a process is killed.
+files (memfd); the parent maps them by way of `/proc`. A block is filled again once the parent has dropped all tensors
+in it, which it says in its next message. Where that cannot be done (not Linux, no right to look at the worker, no
+memory left), tensors travel in the messages themselves, as small ones always do. Nothing goes through the shared memory
+of torch, whose segments have names and stay when a process is killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Blueprints: everything that a builder must know of one micro-batch, as plain values.
 
-Enters: nothing; these are the values that `planning.py` makes and `build/` reads. A blueprint is small (some kilobytes),
-may be pickled, and names its batch: building it twice, anywhere, gives the same batch.
+Enters: nothing; these are the values that `planning.py` makes and `build/` reads. A blueprint is small (some
+kilobytes), may be pickled, and names its batch: building it twice, anywhere, gives the same batch.
 """
 
 from __future__ import annotations

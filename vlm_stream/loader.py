@@ -1,8 +1,8 @@
 """`StreamLoader`: ready batches for a trainer, and the state of what the trainer was given.
 
-It plans once, lets builders make batches of the plan, and keeps, for each batch that it hands out, the state after it. So
-the state never counts what was prefetched, and it is the same on every rank: a short JSON text that fits any number of
-ranks and workers.
+It plans once, lets builders make batches of the plan, and keeps, for each batch that it hands out, the state after it.
+So the state never counts what was prefetched, and it is the same on every rank: a short JSON text that fits any number
+of ranks and workers.
 """
 
 from __future__ import annotations

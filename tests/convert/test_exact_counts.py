@@ -83,7 +83,6 @@ def test_recount_changes_counts_and_no_tar(
     after = digests(dataset)
     assert {name for name in before if before[name] != after[name]} == {
         "dataset.json",
-        "dataset.indexes.arrow",
         *(path.name for path in dataset.glob("*.index.parquet")),
     }
     exact = load_manifest(open_store(str(counted)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vlm_stream.convert import make_shards
-from vlm_stream.convert.engines.ray_engine import RayEngine
+from vlm_stream.convert.engines import RayEngine
 from vlm_stream.convert.shard_task import ShardContext, write_shard
 from vlm_stream.errors import SourceError
 

@@ -1,10 +1,11 @@
 """Build: blueprints become batches.
 
-Enters: a `BuildConfig` and blueprints. Leaves: a `Delivery` for each. It must not know plans, indexes, ranks or processes.
+Enters: a `BuildConfig` and blueprints. Leaves: a `Delivery` for each. It must not know plans, indexes, ranks or
+processes.
 
 In the order the data meets them: `builder.py` (fetch, encode, join, report), `rows.py` (samples, holes and fillers; the
-same without a processor), `collators.py` (packed, padded, or the user's), `label_counts.py` (what a loss is divided by),
-`delivery.py`.
+same without a processor), `collators.py` (packed, padded, or the user's), `label_counts.py` (what a loss is divided
+by), `delivery.py`.
 """
 
 from __future__ import annotations
@@ -14,4 +15,4 @@ from vlm_stream.build.delivery import Delivery
 from vlm_stream.build.label_counts import ITEM_COUNT, UnknownLabels
 from vlm_stream.build.rows import RawSample
 
-__all__ = ["ITEM_COUNT", "Builder", "Delivery", "RawSample", "BuildConfig", "UnknownLabels", "Watch"]
+__all__ = ["ITEM_COUNT", "BuildConfig", "Builder", "Delivery", "RawSample", "UnknownLabels", "Watch"]

@@ -1,8 +1,8 @@
 """A blueprint becomes a batch: fetch its bytes, encode each sample, join the rows.
 
-Enters: a `BuildConfig` once, then blueprints. Leaves: a `Delivery` for each. A builder keeps connections, the processor and
-reused memory, and no state: any builder builds any blueprint, in any order, with the same result. What is bad becomes a
-hole and a ledger entry.
+Enters: a `BuildConfig` once, then blueprints. Leaves: a `Delivery` for each. A builder keeps connections, the processor
+and reused memory, and no state: any builder builds any blueprint, in any order, with the same result. What is bad
+becomes a hole and a ledger entry.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vlm_stream.storage import Reading, SpanResult
     from vlm_stream.tokens import FrameRule
 
-__all__ = ["Builder", "BuildConfig", "Watch"]
+__all__ = ["BuildConfig", "Builder", "Watch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ class Builder:
         return self.finish(blueprint, self.begin(blueprint))
 
     def _sample(self, piece: Piece, result: SpanResult, skipped: Mapping[SampleRef, str]) -> Any:
-        """Return the encoded sample, or why there is none: whatever its bytes lead to costs this sample and no other."""
+        """Return the encoded sample, or why there is none: what its bytes lead to costs this sample and no other."""
         if isinstance(result, BadSampleError):  # not raised: its traceback would keep the batch
             return result
         if piece.ref in skipped:

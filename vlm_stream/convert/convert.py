@@ -19,7 +19,6 @@ import numpy as np
 
 from vlm_stream.convert.counting import open_counter
 from vlm_stream.convert.engines import open_engine
-from vlm_stream.convert.flush import flush_behind
 from vlm_stream.convert.job import (
     Job,
     check_same,
@@ -32,9 +31,8 @@ from vlm_stream.convert.job import (
 )
 from vlm_stream.convert.layout import JOB_FOLDER, LEDGER
 from vlm_stream.convert.options import ShardOptions
-from vlm_stream.convert.order import cut_by_bytes, cut_by_count, record_order
-from vlm_stream.convert.shard_task import ShardContext, ShardPart, ShardTask, is_local
-from vlm_stream.convert.sizing import measure_records
+from vlm_stream.convert.order import cut_by_bytes, cut_by_count, measure_records, record_order
+from vlm_stream.convert.shard_task import ShardContext, ShardPart, ShardTask, flush_in_background, is_local
 from vlm_stream.errors import BadBudgetError, ConfigError, NotFoundError
 from vlm_stream.format import MANIFEST, Manifest, ShardList, load_manifest, save_manifest
 from vlm_stream.sources import open_source
@@ -128,7 +126,7 @@ def make_shards(
         store=options.store,
     )
     coming = engine.run(context, _missing_tasks(job, order, parts))
-    for part in flush_behind(store.root, coming, kept=tuple(parts)) if is_local(store) else coming:
+    for part in flush_in_background(store.root, coming, kept=tuple(parts)) if is_local(store) else coming:
         parts[part.number] = part
         if on_part is not None:
             on_part(part, job.num_shards - num_kept)

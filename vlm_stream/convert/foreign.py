@@ -20,12 +20,10 @@ from vlm_stream.conversation import iter_media
 from vlm_stream.convert.counting import open_counter
 from vlm_stream.convert.engines import LocalEngine
 from vlm_stream.convert.layout import LEDGER, split_member_name
-from vlm_stream.convert.object_reader import ObjectReader
 from vlm_stream.convert.rows import SampleRow, check_fits_index, encode_index
 from vlm_stream.convert.sample import measure_item
 from vlm_stream.convert.shard_task import ShardPart, is_local
 from vlm_stream.convert.tar import TarMember, iter_members
-from vlm_stream.convert.urls import expand_urls
 from vlm_stream.errors import BadSampleError, ConfigError, DatasetError, blame_sample
 from vlm_stream.format import (
     MANIFEST,
@@ -42,7 +40,7 @@ from vlm_stream.format import (
     to_conversation,
 )
 from vlm_stream.ledger import BadSample
-from vlm_stream.storage import Member, open_store
+from vlm_stream.storage import Member, ObjectReader, expand_urls, open_store
 from vlm_stream.tokens import MediaSizes
 
 if TYPE_CHECKING:

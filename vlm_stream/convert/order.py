@@ -1,4 +1,4 @@
-"""Which record goes into which shard: pure arithmetic, fixed before the first byte is written.
+"""Which record goes into which shard, fixed before the first byte is written.
 
 Enters: how many records there are, a seed, limits, and with a byte limit the sizes of all samples. Leaves: the order of
 the records (8 bytes each) and the borders of the shards.
@@ -11,16 +11,26 @@ smaller and no border moves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from vlm_stream.convert.media_bytes import MediaReader
+from vlm_stream.convert.sample import sample_bytes_bound
+from vlm_stream.errors import blame_sample
 from vlm_stream.plan import mix64
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["cut_by_bytes", "cut_by_count", "record_order"]
+    from vlm_stream.convert.engines import Engine
+    from vlm_stream.sources.record import RecordSource
+    from vlm_stream.storage import StoreOptions
+
+__all__ = ["cut_by_bytes", "cut_by_count", "measure_records", "record_order"]
+
+_CHUNK: Final = 2000
 
 
 def record_order(num_records: int, seed: int | None) -> npt.NDArray[np.int64]:
@@ -63,3 +73,34 @@ def cut_by_bytes(sizes: npt.NDArray[np.int64], samples_per_shard: int, max_shard
         fits = int(np.searchsorted(ends, before + max_shard_bytes, side="right"))
         borders.append(max(begin + 1, min(fits, begin + samples_per_shard)))
     return np.array(borders, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sizer:
+    """Measures `_CHUNK` records from a given one on."""
+
+    source: RecordSource
+    options: StoreOptions | None
+
+    def __call__(self, begin: int) -> tuple[int, np.ndarray[Any, np.dtype[np.int64]]]:
+        """Return `begin` and the sizes."""
+        reader = MediaReader(options=self.options)
+        end = min(begin + _CHUNK, len(self.source))
+        return begin, np.array([self._measure(number, reader) for number in range(begin, end)], dtype=np.int64)
+
+    def _measure(self, number: int, reader: MediaReader) -> int:
+        try:
+            return sample_bytes_bound(self.source.read(number), reader)
+        except Exception as error:
+            blame_sample(error, "convert", "bad_record", "the record cannot be measured")
+            return 0  # it will not be in any shard
+
+
+def measure_records(
+    source: RecordSource, engine: Engine, options: StoreOptions | None
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return at most how many bytes each record takes in a tar: [records]."""
+    sizes = np.zeros(len(source), dtype=np.int64)
+    for begin, chunk in engine.run(_Sizer(source, options), range(0, len(source), _CHUNK)):
+        sizes[begin : begin + len(chunk)] = chunk
+    return sizes

@@ -14,6 +14,7 @@ import logging
 import os
 import posixpath
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -31,7 +32,7 @@ from vlm_stream.ledger import BadSample
 from vlm_stream.storage import open_store, scheme_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import numpy as np
     import numpy.typing as npt
@@ -219,3 +220,43 @@ def _umask() -> int:
     mask = os.umask(0o077)  # it can only be read by setting it
     os.umask(mask)
     return mask
+
+
+def flush_in_background(folder: str, parts: Iterable[ShardPart], *, kept: Iterable[int] = ()) -> Iterator[ShardPart]:
+    """Pass finished shards on, and fsync each of them in the background; end when all of them are on disk.
+
+    Writers do not wait for the disk: while one shard is flushed, the next is written.
+
+    Args:
+        folder: Where the shards are.
+        parts: Shards that are being finished.
+        kept: Numbers of shards that an earlier run has finished, but perhaps not flushed.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="flush")
+    try:
+        waiting = [pool.submit(_flush, folder, number) for number in kept]
+        for part in parts:
+            waiting.append(pool.submit(_flush, folder, part.number))
+            yield part
+        for flushed in waiting:
+            flushed.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _flush(folder: str, number: int) -> None:
+    tar = shard_name(number)
+    try:
+        for name in (tar, index_name(tar)):
+            descriptor = os.open(Path(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        # The system says so once and may forget the bytes: the shard must not count as finished.
+        Path(folder, part_name(number)).unlink(missing_ok=True)
+        raise StorageError(
+            f"{tar} could not be brought to disk ({error.strerror or error}), so it will be written again. "
+            f"Check the disk and its free space, and go on with --resume."
+        ) from error

@@ -16,11 +16,10 @@ import numpy as np
 
 from vlm_stream.conversation import iter_media
 from vlm_stream.convert.engines import LocalEngine
-from vlm_stream.convert.object_reader import ObjectReader
 from vlm_stream.convert.tar import iter_members
 from vlm_stream.errors import BadSampleError, DatasetError, NotFoundError
 from vlm_stream.format import ShardIndex, decode_index, index_name, is_text_member, load_manifest, to_conversation
-from vlm_stream.storage import crc32c_of, open_store
+from vlm_stream.storage import ObjectReader, crc32c_of, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,8 +1,8 @@
 """The dispatcher: blueprints in, deliveries out in plan order, built by a pool.
 
 Enters: blueprints with what comes with each, pulled from the plan by a thread; and a pool. Leaves: the deliveries. What
-is begun when and by whom is in `schedule.py`; here are the threads, the losses and the errors. A builder that dies, hangs
-or grows is replaced, and its batches are built by others: nothing is lost, repeated or reordered.
+is begun when and by whom is in `schedule.py`; here are the threads, the losses and the errors. A builder that dies,
+hangs or grows is replaced, and its batches are built by others: nothing is lost, repeated or reordered.
 
 A sample that ends its process would do so for ever. Losses are counted for the sample that was worked on; after the
 second one (the third, if a signal came that may have been sent from outside) the sample is left out.
@@ -162,7 +162,7 @@ class Dispatcher:
         self._planner.join(_JOIN_S)
         self._planned.clear()
 
-    # Planning --------------------------------------------------------------------------------------------------------
+    # Planning ---------------------------------------------------------------------------------------------------------
 
     def _run_plan(self) -> None:
         try:
@@ -184,7 +184,7 @@ class Dispatcher:
         with contextlib.suppress(Exception):
             getattr(self._plan, "close", int)()
 
-    # Events ----------------------------------------------------------------------------------------------------------
+    # Events -----------------------------------------------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
         with self._changed:
@@ -282,7 +282,7 @@ class Dispatcher:
             return False
         return self._losses.add(noted.ref, exit_code)
 
-    # Steps of the above, with the lock held ----------------------------------------------------------------------------
+    # Steps of the above, with the lock held ---------------------------------------------------------------------------
 
     def _fill_pool(self) -> None:
         num_active = sum(not builder.is_retiring for builder in self._builders.values())

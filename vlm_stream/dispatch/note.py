@@ -1,7 +1,8 @@
 """Which sample a process is working on, in a few numbers that outlive it.
 
-A decoder can end its process: by a crash, by memory, by never coming back. A builder notes each sample before it begins,
-in memory that it shares with its parent and that has no lock. When the process is gone, the parent reads the note.
+A decoder can end its process: by a crash, by memory, by never coming back. A builder notes each sample before it
+begins, in memory that it shares with its parent and that has no lock. When the process is gone, the parent reads the
+note.
 """
 
 from __future__ import annotations

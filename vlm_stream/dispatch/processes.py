@@ -2,8 +2,8 @@
 
 A process shares one duplex connection with its parent, its blocks of memory (`blocks.py`), a note of its sample
 (`note.py`), and nothing else: no queue, lock or event, which a killed process would keep for ever. The end of the
-connection is the sign of a death, on both sides. Two threads for each process read and write, so that half a message, or
-a process that does not listen, blocks nobody.
+connection is the sign of a death, on both sides. Two threads for each process read and write, so that half a message,
+or a process that does not listen, blocks nobody.
 
 Processes start by forkserver: they inherit no threads, locks or CUDA state of the trainer. The main module is imported
 in them only if the config needs it, so scripts need no `if __name__ == "__main__"`.

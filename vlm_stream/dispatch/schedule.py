@@ -108,7 +108,7 @@ class Schedule:
         self.is_waited_for = False
         """Whether somebody waits for the next batch right now."""
 
-    # What happens ----------------------------------------------------------------------------------------------------
+    # What happens -----------------------------------------------------------------------------------------------------
 
     def plan(self, seconds: float, num_bytes: int, num_samples: int) -> int:
         """Add the next batch of the plan, with what it is expected to take; return its number."""
@@ -183,7 +183,7 @@ class Schedule:
         self._taken_at = now
         return batch.result
 
-    # What is asked ---------------------------------------------------------------------------------------------------
+    # What is asked ----------------------------------------------------------------------------------------------------
 
     @property
     def has_next(self) -> bool:
@@ -236,7 +236,7 @@ class Schedule:
         while (builder := self._roomiest(now)) is not None and (batch := self._pop()) is not None:
             yield self._give(builder, batch, now)
 
-    # Rules -----------------------------------------------------------------------------------------------------------
+    # Rules ------------------------------------------------------------------------------------------------------------
 
     def _push(self, batch: _Batch) -> None:
         self._samples_waiting += batch.num_samples

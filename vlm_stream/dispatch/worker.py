@@ -1,9 +1,9 @@
 """A builder in a process of its own: the child's side of `processes.py`.
 
 It listens on one connection. Messages to it: `("config", bytes)` once, `("build", number, blueprint, skipped)`,
-`("drop", number)`, each with the blocks that the parent is done with. Messages from it: `("ready",)`,
-`("done", number, delivery, resident_bytes)`, `("failed", number or None, failure)`. A thread reads, so that bytes of the
-next batches are fetched while one is built, and the parent never waits for room.
+`("drop", number)`, each with the blocks that the parent is done with. Messages from it: `("ready",)`, `("done", number,
+delivery, resident_bytes)`, `("failed", number or None, failure)`. A thread reads, so that bytes of the next batches are
+fetched while one is built, and the parent never waits for room.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from vlm_stream.storage import Member, Span
 from vlm_stream.tokens import AudioSize, ImageSize, MediaColumns, MediaSizes, VideoSize
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
     import pyarrow as pa
@@ -266,10 +266,9 @@ def media_kinds(totals: Totals) -> tuple[str, ...]:
     return tuple(kind for kind in _MEDIA if getattr(totals, kind))
 
 
-def decode_media(data: bytes, where: str, kinds: Collection[str]) -> ShardMedia:
+def decode_media(data: bytes, where: str, kinds: Sequence[str]) -> ShardMedia:
     """Read what plans need of the Parquet bytes of an index, and of media only `kinds`: the others are empty."""
-    names = (*_COUNTS, *(kind for kind in _MEDIA if kind in kinds))
-    return _media_of(read_table(data, where, names), where)
+    return _media_of(read_table(data, where, (*_COUNTS, *kinds)), where)
 
 
 def _media_of(table: pa.Table, where: str) -> ShardMedia:
@@ -283,13 +282,13 @@ def _media_of(table: pa.Table, where: str) -> ShardMedia:
         return ShardMedia(*(numbers_of(one_array(table.column(name))) for name in _COUNTS), *media)
 
 
-def decode_index(data: bytes, *, where: str = "index") -> ShardIndex:
-    """Read the Parquet bytes of an index.
+def decode_index(data: bytes, *, where: str = "index", kinds: Sequence[str] = tuple(_MEDIA)) -> ShardIndex:
+    """Read the Parquet bytes of an index, and of media only `kinds`.
 
     Raises:
         DatasetError: They are damaged, or no index.
     """
-    table = read_table(data, where)
+    table = read_table(data, where, ("key", "crc32c", *_COUNTS, *kinds, "members"))
     media = _media_of(table, where)
     with wrong_index(where):
         key_splits, key_bytes = text_bytes(one_array(table.column("key")))
@@ -371,7 +370,7 @@ def open_index(data: bytes, store: Store, shard: ShardEntry, *, tars: str = "") 
         DatasetError: The index is damaged, or not the one that the manifest describes.
     """
     where = check_index(data, store, shard)
-    index = decode_index(data, where=where)
+    index = decode_index(data, where=where, kinds=media_kinds(shard.totals))
     if len(index) != shard.totals.samples:
         raise DatasetError(f"{where} has {len(index)} samples, the manifest says {shard.totals.samples}.")
     return replace(index, root=tars or store.root, path=shard.name, shard_size=shard.totals.bytes, etag=shard.etag)

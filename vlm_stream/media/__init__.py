@@ -4,7 +4,7 @@ Enters: the bytes of one file (or a path, at conversion). Leaves: PIL images in 
 video, mono waveforms; or, by `probe_*`, only what the header says. Must not be known here: processors, conversations,
 tar files, and which frames of a video a model wants (a function comes in from outside).
 
-Files: `image.py` (over `jpeg_header.py`), `video.py`, `audio.py`, `lmdb.py`.
+Files: `image.py`, `video.py`, `audio.py`, `lmdb.py`.
 """
 
 from __future__ import annotations

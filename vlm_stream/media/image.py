@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vlm_stream.errors import BadSampleError, blame_sample
-from vlm_stream.media.jpeg_header import read_jpeg_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,21 +42,10 @@ DEFAULT_IMAGE_CONFIG = ImageConfig()
 
 def probe_image(data: ImageData) -> tuple[int, int]:
     """Return (height, width) from the header alone; raise `BadSampleError` when there is none."""
-    size = read_jpeg_size(data) if isinstance(data, bytes) else None
-    if size is not None and size[0] * size[1] <= _max_pixels():
-        return size
     image = _open(data, DEFAULT_IMAGE_CONFIG.max_pixels, stage="convert")
     width, height = image.size
     image.close()
     return height, width
-
-
-def _max_pixels() -> int:
-    """Return how many pixels are allowed by us and, without a warning, by Pillow, where a program may lower it."""
-    from PIL import Image
-
-    ours = DEFAULT_IMAGE_CONFIG.max_pixels
-    return ours if Image.MAX_IMAGE_PIXELS is None else min(ours, Image.MAX_IMAGE_PIXELS)
 
 
 def decode_image(data: ImageData, config: ImageConfig = DEFAULT_IMAGE_CONFIG) -> Image.Image:

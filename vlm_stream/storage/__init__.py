@@ -12,6 +12,7 @@ In the order the data meets them: `options.py`; `store.py` (URLs, the interface,
 from __future__ import annotations
 
 from vlm_stream.storage.engine import ReadTotals
+from vlm_stream.storage.object_reader import ObjectReader
 from vlm_stream.storage.options import ReadOptions, RetryOptions, StoreOptions
 from vlm_stream.storage.reader import Reading, SpanReader, SpanResult
 from vlm_stream.storage.spans import Member, RangeRequest, Span, crc32c_of, plan_requests
@@ -24,10 +25,12 @@ from vlm_stream.storage.store import (
     scheme_of,
     split_url,
 )
+from vlm_stream.storage.tar_urls import expand_urls
 
 __all__ = [
     "Member",
     "ObjectInfo",
+    "ObjectReader",
     "RangeRequest",
     "ReadOptions",
     "ReadTotals",
@@ -39,6 +42,7 @@ __all__ = [
     "Store",
     "StoreOptions",
     "crc32c_of",
+    "expand_urls",
     "join_url",
     "local_path",
     "open_store",

@@ -10,12 +10,12 @@ from glob import glob, has_magic
 from typing import TYPE_CHECKING
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.storage import join_url, local_path, open_store, scheme_of
+from vlm_stream.storage.store import join_url, local_path, open_store, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vlm_stream.storage import StoreOptions
+    from vlm_stream.storage.options import StoreOptions
 
 __all__ = ["expand_urls"]
 

@@ -14,7 +14,7 @@ import crc32c
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from vlm_stream.storage import Store
+    from vlm_stream.storage.store import Store
 
 __all__ = ["ObjectReader"]
 

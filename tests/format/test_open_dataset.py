@@ -1,0 +1,147 @@
+"""An opened dataset says what its indexes say, and keeps no more of them than it may."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vlm_stream.errors import DatasetError
+from vlm_stream.format import Drawn, IndexCache, OpenDataset, load_manifest, read_index
+from vlm_stream.storage import open_store
+from vlm_stream.storage.local import LocalStore
+from vlm_stream.tokens import join_columns
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of the objects that local stores were asked for."""
+    paths: list[str] = []
+    get = LocalStore.get
+
+    def note(store: LocalStore, path: str) -> bytes:
+        paths.append(path)
+        return get(store, path)
+
+    monkeypatch.setattr(LocalStore, "get", note)
+    return paths
+
+
+def indexes_of(folder: Path) -> list:
+    store = open_store(str(folder))
+    return [read_index(store, shard) for shard in load_manifest(store).shards]
+
+
+def opened(folder: Path, max_bytes: int = 128 << 20) -> OpenDataset:
+    return OpenDataset(str(folder), None, IndexCache(max_bytes))
+
+
+@pytest.mark.parametrize("max_bytes", [0, 128 << 20])
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_media_of_shards_come_one_after_the_other(toy_shards: Path, max_bytes: int, is_drawn: bool) -> None:
+    dataset, indexes = opened(toy_shards, max_bytes), indexes_of(toy_shards)
+    if is_drawn:
+        dataset.draw_many([4, 1], [0, 0])
+    order = [4, 0, 1, 5, 2, 3]
+    for _ in range(2):
+        media, offset, size = dataset.media(order)
+        expected = join_columns([indexes[shard].media for shard in order])
+        for name in (field.name for field in fields(media)):
+            left, right = getattr(media, name), getattr(expected, name)
+            assert np.array_equal(left, right), name
+            assert left.dtype == right.dtype
+        assert offset.tolist() == np.concatenate([indexes[shard].offset for shard in order]).tolist()
+        assert size.tolist() == np.concatenate([indexes[shard].size for shard in order]).tolist()
+    assert len(media.video_sizes) > 0
+
+
+def test_no_shards_have_no_media(toy_shards: Path) -> None:
+    media, offset, size = opened(toy_shards).media([])
+    assert (len(media), media.image_splits.tolist(), len(offset), len(size)) == (0, [0], 0, 0)
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1000, 128 << 20])
+def test_samples_are_drawn_in_the_order_in_which_they_are_asked_for(toy_shards: Path, max_bytes: int) -> None:
+    dataset, indexes = opened(toy_shards, max_bytes), indexes_of(toy_shards)
+    shards, rows = [3, 0, 3, 5, 0, 3], [9, 1, 0, 4, 1, 9]
+    expected = [
+        Drawn(indexes[shard].key(row), indexes[shard].span(row), indexes[shard].sizes(row))
+        for shard, row in zip(shards, rows, strict=True)
+    ]
+    assert dataset.draw_many(shards, rows) == expected
+    assert dataset.draw_many(shards, rows) == expected
+    assert dataset.draw(3, [9, 0]) == [expected[0], expected[2]]
+    assert dataset.draw_many([], []) == []
+    with pytest.raises(IndexError, match="has 10 samples, and none at 10"):
+        dataset.draw(3, [10])
+
+
+def test_the_text_of_a_sample_lies_in_one_member(toy_shards: Path) -> None:
+    dataset = opened(toy_shards)
+    (drawn,) = dataset.draw(0, [3])
+    span = dataset.text_span(drawn)
+    (member,) = span.members
+    assert (member[0], span.crc32c) == ("json", None)
+    data = (toy_shards / span.path).read_bytes()[span.offset : span.offset + span.size]
+    assert data.startswith(b'{"conversation":')
+    assert data.endswith(b"}")
+    without = drawn._replace(span=drawn.span._replace(members=drawn.span.members[1:]))
+    assert dataset.text_span(without) == without.span
+
+
+def test_keys_are_found_in_their_shard_alone(toy_shards: Path) -> None:
+    dataset = opened(toy_shards)
+    (drawn,) = dataset.draw(2, [7])
+    assert dataset.find_key(2, drawn.key) == 7
+    assert dataset.find_key(1, drawn.key) is None
+
+
+def test_an_index_is_fetched_once_while_it_is_kept(toy_shards: Path, fetched: list[str]) -> None:
+    dataset = opened(toy_shards)
+    for _ in range(2):
+        dataset.media(range(6))
+        dataset.draw_many(range(6), [0] * 6)
+        dataset.find_key(0, "nobody")
+    assert sorted(fetched) == ["dataset.json", *(f"shard-{number:06d}.index.parquet" for number in range(6))]
+
+
+def test_what_is_kept_is_bounded_by_bytes_and_the_oldest_goes_first(toy_shards: Path, fetched: list[str]) -> None:
+    one = max(path.stat().st_size for path in toy_shards.glob("*.index.parquet"))
+    cache = IndexCache(3 * one)
+    dataset = OpenDataset(str(toy_shards), None, cache)
+    for shard in (0, 1, 2):
+        dataset.media([shard])
+    dataset.media([0])
+    dataset.media([3, 4])
+    assert 0 < cache.num_bytes <= 3 * one
+    del fetched[:]
+    dataset.media([0])
+    assert fetched == []
+    dataset.media([1])
+    assert fetched == ["shard-000001.index.parquet"]
+    nothing = IndexCache(0)
+    OpenDataset(str(toy_shards), None, nothing).draw_many(range(6), [0] * 6)
+    assert nothing.num_bytes == 0
+
+
+def test_datasets_share_a_cache_and_not_their_indexes(toy_shards: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(toy_shards, tmp_path / "copy"))
+    cache = IndexCache()
+    (here,), (there,) = (OpenDataset(str(folder), None, cache).draw(0, [0]) for folder in (toy_shards, copy))
+    assert (here.key, here.span.offset) == (there.key, there.span.offset)
+    assert (here.span.root, there.span.root) == (str(toy_shards), str(copy))
+
+
+def test_missing_and_foreign_indexes_are_named(toy_shards: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(toy_shards, tmp_path / "copy"))
+    (copy / "shard-000001.index.parquet").unlink()
+    shutil.copy(copy / "shard-000003.index.parquet", copy / "shard-000002.index.parquet")
+    dataset = opened(copy)
+    for shards, sentence in (([0, 1], "shard-000001.index.parquet is missing"), ([0, 2], "is not the index that the")):
+        with pytest.raises(DatasetError, match=sentence):
+            dataset.media(shards)
+        with pytest.raises(DatasetError, match=sentence):
+            dataset.draw_many(shards, [0, 0])
