@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from vlm_stream.shards.engines import Engine
     from vlm_stream.shards.shard_list import Totals
-    from vlm_stream.sources.record import RecordSource
+    from vlm_stream.sources import RecordSource
     from vlm_stream.storage import Store
 
 __all__ = ["ShardReport", "make_shards"]

@@ -17,7 +17,7 @@ from vlm_stream.shards.sample import sample_bytes_bound
 
 if TYPE_CHECKING:
     from vlm_stream.shards.engines import Engine
-    from vlm_stream.sources.record import RecordSource
+    from vlm_stream.sources import RecordSource
     from vlm_stream.storage import StoreOptions
 
 __all__ = ["measure_records"]
