@@ -1,4 +1,4 @@
-"""Where each record lies in its file: one pass over the bytes, without parsing anything.
+"""Where each record lies in its file: one pass over the bytes.
 
 Enters: JSON lines or a JSON array as bytes. Leaves: three numbers per record, 16 bytes together, whatever its size.
 Whether a record is well-formed JSON shows when it is read.
@@ -6,6 +6,8 @@ Whether a record is well-formed JSON shows when it is read.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from array import array
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ _BLANK = re.compile(rb"[ \t\r\n]*")
 _PLAIN = rb'(?:[^"\[\]{}%s]++|"(?:[^"\\]++|\\.)*+")*+'
 _TO_SEPARATOR = re.compile(_PLAIN % b"," + rb"[\[\]{},]", re.DOTALL)
 _TO_BRACKET = re.compile(_PLAIN % b"" + rb"[\[\]{}]", re.DOTALL)
+_DECODER = json.JSONDecoder(strict=False)
 _INSIDE_STRING = re.compile(_PLAIN % b"" + rb'"', re.DOTALL)
 
 
@@ -159,6 +162,7 @@ class _ArrayScan:
     def feed(self, data: bytes) -> bytes:
         """Take as much as can be told, and return the rest: it goes before what is read next."""
         found: list[tuple[int, int, int]] = []
+        text = data.decode("latin-1")  # a character per byte, so that a parser's positions are offsets
         at = 0
         while not self.is_closed:
             if self.depth == 1 and self.begin < 0:
@@ -168,6 +172,12 @@ class _ArrayScan:
                 if at == len(data):
                     break  # the element's first byte is still to come
                 self.begin, self.begin_line = self.offset + at, self.line
+                # The parser finds the end of a good record fast. Others, and the last one of a chunk, go the slow way.
+                with contextlib.suppress(ValueError, RecursionError):
+                    end = _DECODER.raw_decode(text, at)[1]
+                    if _TO_SEPARATOR.match(data, end):
+                        self.line += data.count(b"\n", at, end)
+                        at = end
             match = (_TO_SEPARATOR if self.depth <= 1 else _TO_BRACKET).match(data, at)
             if match is None:
                 break
