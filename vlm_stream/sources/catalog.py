@@ -13,14 +13,13 @@ import numpy.typing as npt
 
 from vlm_stream.errors import BadSampleError, SourceError
 from vlm_stream.sources.data_file import DataFile, NotJsonError
-from vlm_stream.sources.form import MISMATCHES_KEY, Mismatch, OnMismatch, ShareGptForm, apply_policy, check_policy
+from vlm_stream.sources.form import Mismatch, OnMismatch, ShareGptForm, apply_policy, check_policy
 from vlm_stream.sources.record import Record
-from vlm_stream.sources.sharegpt import PASSENGER_KEYS, map_sharegpt
+from vlm_stream.sources.sharegpt import convert_example
 
 __all__ = [
     "Catalog",
     "Order",
-    "example_to_record",
     "load_json_or_jsonl",
     "load_jsonl_for_rank",
     "rank_share",
@@ -83,7 +82,7 @@ class Catalog:
         name: str,
         form: ShareGptForm | None = None,
         on_mismatch: OnMismatch = "drop",
-        order: npt.NDArray[np.int64] | None = None,
+        order: Order | None = None,
     ) -> None:
         """Read `data` through `form`.
 
@@ -123,35 +122,17 @@ class Catalog:
         except NotJsonError as error:
             apply_policy([], [Mismatch(error.reason, str(error))], self.on_mismatch, origin)
             raise  # not reached: without a conversation every policy raises
-        return example_to_record(
-            example,
-            form=self.form,
-            on_mismatch=self.on_mismatch,
+        extras = convert_example(example, self.form, self.on_mismatch, origin)
+        own_id = example.get("id")
+        has_id = isinstance(own_id, (str, int)) and not isinstance(own_id, bool) and own_id != ""
+        return Record(
             source=self.name,
-            number=number,
+            id=str(own_id) if has_id else str(number),
             origin=origin,
+            conversation=extras.pop("conversation"),
+            media_root=self.form.media_dir,
+            extras=extras,
         )
-
-
-def example_to_record(
-    example: Any, *, form: ShareGptForm, on_mismatch: OnMismatch, source: str, number: int, origin: str
-) -> Record:
-    """Return the record of a parsed sharegpt example."""
-    conversation, mismatches = map_sharegpt(example, form)
-    kept = apply_policy(conversation, mismatches, on_mismatch, origin)
-    extras = {key: example[key] for key in PASSENGER_KEYS if key in example}
-    if kept:
-        extras[MISMATCHES_KEY] = kept
-    own_id = example.get("id")
-    has_id = isinstance(own_id, (str, int)) and not isinstance(own_id, bool) and own_id != ""
-    return Record(
-        source=source,
-        id=str(own_id) if has_id else str(number),
-        origin=origin,
-        conversation=conversation,
-        media_root=form.media_dir,
-        extras=extras,
-    )
 
 
 def load_json_or_jsonl(file_path: str) -> list[Any]:

@@ -24,13 +24,17 @@ __all__ = ["DataFile", "FileCache", "NotJsonError", "first_bytes", "holds_lines"
 
 # Half of a surrogate pair is legal JSON text and illegal UTF-8. Any escape of that range makes a second look worth it.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_LOG = logging.getLogger(__name__)
+_BOM = b"\xef\xbb\xbf"
+_LINE_SUFFIXES = (".jsonl", ".ndjson")
+_PEEK_BYTES = 1 << 20
+_BLANKS = b" \t\r\n"
 
 
 class NotJsonError(ValueError):
     """The bytes are not a JSON value that can be kept."""
 
     def __init__(self, reason: str, fact: str) -> None:
-        """Keep the countable reason and the fact."""
         super().__init__(fact)
         self.reason = reason
 
@@ -66,18 +70,13 @@ def parse_json(data: bytes) -> Any:
     return value
 
 
-_LOG = logging.getLogger(__name__)
-_BOM = b"\xef\xbb\xbf"
-_LINE_SUFFIXES = (".jsonl", ".ndjson")
-_PEEK_BYTES = 1 << 20
-_BLANKS = b" \t\r\n"
-
-
 class DataFile:
-    """The raw examples of one file by number."""
+    """The raw examples of one file by number.
+
+    `.jsonl` and `.ndjson` hold a record per line, anything else is told by its beginning.
+    """
 
     def __init__(self, file: LocalFile | str) -> None:
-        """Scan the file once; `.jsonl` and `.ndjson` hold a record per line, anything else is told by its beginning."""
         self.file = file if isinstance(file, LocalFile) else LocalFile(file)
         self.path = self.file.path
         self.spans: RecordSpans = _scan(self.file)
@@ -96,10 +95,12 @@ class DataFile:
 
 
 class FileCache:
-    """Files that were made local or scanned already: entries may share one, and looking at an input opens it."""
+    """Files that were made local or scanned already: entries may share one, and looking at an input opens it.
+
+    `spill_dir` is where compressed and remote files are unpacked, `store` how to reach them.
+    """
 
     def __init__(self, spill_dir: str | None = None, store: StoreOptions | None = None) -> None:
-        """Start empty; `spill_dir` is where compressed and remote files are unpacked, `store` how to reach them."""
         self._spill_dir = spill_dir
         self._store = store
         self._local: dict[str, LocalFile] = {}
@@ -119,7 +120,7 @@ class FileCache:
 
 
 def first_bytes(file: LocalFile) -> tuple[int, bytes]:
-    """Return the offset behind a byte order mark, and the first bytes there; other encodings raise `SourceError`."""
+    """Return the offset after a byte order mark, and the first bytes there; other encodings raise `SourceError`."""
     head = file.read_at(0, min(file.size_bytes, _PEEK_BYTES))
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) or head[:4].count(0) > 1:
         raise SourceError(

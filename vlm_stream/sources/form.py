@@ -18,6 +18,8 @@ OnMismatch: TypeAlias = Literal["drop", "keep", "raise"]
 
 MISMATCHES_KEY: Final = "_mismatches"
 """Where `keep` notes what it left out: a list of `reason: sentence`."""
+_COLUMN_KEYS: Final = ("messages", "images", "videos", "audios")
+_TAG_KEYS: Final = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag", "tool_tag", "function_tag")
 
 
 class Mismatch(NamedTuple):
@@ -64,10 +66,6 @@ def show(value: object) -> str:
     except RecursionError:
         text = f"a {type(value).__name__} nested too deeply to be shown"
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-_COLUMN_KEYS: Final = ("messages", "images", "videos", "audios")
-_TAG_KEYS: Final = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag", "tool_tag", "function_tag")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,18 +26,15 @@ if TYPE_CHECKING:
 __all__ = ["HFSource", "MixedSource", "Rows", "interleave", "load_rows", "media_item", "text_item", "turn"]
 
 _LOG = logging.getLogger(__name__)
+_RECORD_KEYS: Final = ("mm_inputs_meta", "_text_tokens", "_mismatches")
 
 
 class Rows(Protocol):
     """What is needed of a dataset: rows by number."""
 
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """Return one row by column."""
-        ...
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
 
 
 def load_rows(
@@ -126,7 +123,7 @@ def _check_columns(rows: Any, columns: Sequence[str]) -> None:
 
 
 def _undecoded(rows: Any) -> Any:
-    """Leave images and audio as the bytes they are stored as: shards copy them, and nobody else needs them all."""
+    """Leave images and audio as the bytes they are stored as: shards copy them."""
     for column, feature in (getattr(rows, "features", None) or {}).items():
         inner: Any = getattr(feature, "feature", None)  # of a list of media
         if _is_medium(feature):
@@ -138,9 +135,6 @@ def _undecoded(rows: Any) -> Any:
 
 def _is_medium(feature: object) -> bool:
     return any(_library_class(feature, name) for name in ("Image", "Audio", "Video"))
-
-
-_RECORD_KEYS: Final = ("mm_inputs_meta", "_text_tokens", "_mismatches")
 
 
 class HFSource(Sequence[dict[str, Any]]):
@@ -168,11 +162,9 @@ class HFSource(Sequence[dict[str, Any]]):
         self._finish = finish or decode_images
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one example, or a list of them for a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         number = int(index) + (len(self) if index < 0 else 0)
@@ -211,20 +203,17 @@ class HFSource(Sequence[dict[str, Any]]):
 
 
 class MixedSource(Sequence[dict[str, Any]]):
-    """Several such sources as one, in a given order."""
+    """Several such sources as one, in a given order: [n, 2] source and row; rows may occur more than once."""
 
     def __init__(self, sources: Sequence[HFSource], order: npt.NDArray[np.int64], *, name: str) -> None:
-        """Show the sources in that order ([n, 2] source and row); rows may occur more than once."""
         self.name = name
         self.sources = tuple(sources)
         self.order = order
 
     def __len__(self) -> int:
-        """Return the number of examples."""
         return len(self.order)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one example, or a list of them for a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         source, row = map(int, self.order[index])

@@ -33,6 +33,7 @@ __all__ = ["LocalFile", "open_remote", "plain_name"]
 
 _LOG = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 16  # small, because packed bytes may stand for thousands of times as many
+_REQUEST_BYTES: Final = 8 << 20
 
 
 class LocalFile:
@@ -98,7 +99,6 @@ class LocalFile:
             self._descriptor = -1
 
     def __del__(self) -> None:
-        """Give the handle back."""
         if getattr(self, "_descriptor", -1) >= 0:
             self.close()
 
@@ -215,9 +215,6 @@ def _open_raw(path: str, store: StoreOptions | None) -> BinaryIO:
 def _remove(folder: str, pid: int) -> None:
     if os.getpid() == pid:  # a forked worker must not take the folder from its parent
         shutil.rmtree(folder, ignore_errors=True)
-
-
-_REQUEST_BYTES: Final = 8 << 20
 
 
 def open_remote(url: str, store: StoreOptions | None = None) -> BinaryIO:

@@ -31,6 +31,9 @@ __all__ = [
 
 _DESCRIBE: Final = "Describe this image."
 _CATEGORY: Final = "What product category does this item belong to?"
+_ROLES: Final = {"human": "user", "gpt": "assistant"}
+_UNSEEN: Final = "surplus_media: the row has an image, but no turn shows <image>"
+_IMAGE = re.compile(r"<image\s*>", re.IGNORECASE)
 
 
 def make_rdr_dataset(
@@ -119,11 +122,6 @@ def _cord(row: Mapping[str, Any], number: int, seed: int) -> dict[str, Any]:
     # Keyed by the row alone: a shared generator would make the choice depend on the order of reading.
     chosen = random.Random(f"cord_v2:{seed}:{number}").choice(parses)
     return _about_image(row["image"], _DESCRIBE, json2token(chosen))
-
-
-_ROLES: Final = {"human": "user", "gpt": "assistant"}
-_UNSEEN: Final = "surplus_media: the row has an image, but no turn shows <image>"
-_IMAGE = re.compile(r"<image\s*>", re.IGNORECASE)
 
 
 def make_unimm_chat_dataset(

@@ -23,6 +23,9 @@ __all__ = ["make_cv17_dataset", "make_tulu3_dataset", "make_tulu3_magicoder_text
 _LOG = logging.getLogger(__name__)
 _TULU = "allenai/tulu-3-sft-mixture"
 _MAGICODER = "ise-uiuc/Magicoder-OSS-Instruct-75K"
+_RATE: Final = 16_000
+_INSTRUCTION: Final = "Transcribe the Turkish audio clip."
+_AUDIO_TOKEN: Final = "<|endoftext11|>"  # noqa: S105
 
 
 def make_tulu3_dataset(
@@ -109,11 +112,6 @@ def _list_lengths(column: Any) -> Any:
     import pyarrow.compute as pc
 
     return pc.fill_null(pc.list_value_length(column), 0).to_numpy()
-
-
-_RATE: Final = 16_000
-_INSTRUCTION: Final = "Transcribe the Turkish audio clip."
-_AUDIO_TOKEN: Final = "<|endoftext11|>"  # noqa: S105
 
 
 def make_cv17_dataset(

@@ -43,15 +43,19 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 _SHOWN_BAD = 3
+CHARS_PER_TOKEN: Final = 3
+TOKENS_PER_MEDIUM: Final = 500
+"""What a medium counts while nothing is known of its size."""
+SUMMED_KEYS: Final = ("n_images", "n_videos", "n_text_only", "n_text_tokens", "n_media_tokens")
+_KEYS: Final = (*SUMMED_KEYS, "n_missing_text_tokens", "n_missing_mm_inputs_meta")
 
 
 class ExamplesWithStats(list[dict[str, Any]]):
-    """Examples with the sums over all of them, so that nobody has to scan them again."""
+    """Examples with the sums over all of them, so that they need not be scanned again."""
 
     __slots__ = ("ledger", "stats")
 
     def __init__(self, examples: Iterable[dict[str, Any]] = ()) -> None:
-        """Hold the examples; sums and ledger start empty."""
         super().__init__(examples)
         self.stats: dict[str, int] = dict.fromkeys(SUMMED_KEYS, 0)
         self.ledger = Ledger()
@@ -76,7 +80,6 @@ class MetaDatasetConfig:
     """What happens to a record that does not map whole."""
 
     def __post_init__(self) -> None:
-        """Refuse an empty path and an unknown policy."""
         if not self.path_or_dataset:
             raise ConfigError("path_or_dataset is empty, so there is no data; give the path of a meta file.")
         check_policy(self.on_mismatch)
@@ -222,14 +225,6 @@ def _warn_kept(name: str, examples: Iterable[Mapping[str, Any]]) -> None:
         reasons = Counter(note.partition(":")[0] for kept in notes for note in kept)
         counts = ", ".join(f"{reason} {num}" for reason, num in reasons.most_common())
         _LOG.warning("dataset '%s': %d samples are kept without what does not map (%s).", name, len(notes), counts)
-
-
-CHARS_PER_TOKEN: Final = 3
-TOKENS_PER_MEDIUM: Final = 500
-"""What a medium counts while nothing is known of its size."""
-
-SUMMED_KEYS: Final = ("n_images", "n_videos", "n_text_only", "n_text_tokens", "n_media_tokens")
-_KEYS: Final = (*SUMMED_KEYS, "n_missing_text_tokens", "n_missing_mm_inputs_meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

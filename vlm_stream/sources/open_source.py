@@ -23,14 +23,26 @@ from vlm_stream.sources.local_file import plain_name
 from vlm_stream.sources.record import SourceGroup, absolute, join_media_path, parent_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from vlm_stream.storage import StoreOptions
 
-__all__ = ["MetaEntry", "open_entry", "open_source", "parse_meta", "read_entries", "select_names"]
+__all__ = ["MetaEntry", "open_entry", "open_source", "read_entries"]
 
 _META_BYTES = 64 << 20
 """A meta file lists datasets; something larger that starts with a brace is not one."""
+_KEYS = ("columns", "file_name", "media_dir", "sample_ratio", "tags")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaEntry:
+    """One dataset of a meta file, with its paths resolved."""
+
+    name: str
+    path: str
+    """The data file: a path or URL."""
+    form: ShareGptForm
+    sample_ratio: float = 1.0
 
 
 def open_source(
@@ -110,69 +122,42 @@ def read_entries(
             "bytes, which is neither. Write the records as an array or one per line (.jsonl)."
         )
     text = file.read_at(0, file.size_bytes).decode("utf-8-sig", errors="replace")
-    return parse_meta(_checked(text, path), path, names)
-
-
-def _checked(text: str, path: str) -> str:
-    """Refuse an object that is a single record rather than a meta file."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text  # the parser of meta files says where it is broken
-    if not all(isinstance(value, dict) for value in found.values()):
-        raise SourceError(
-            f"{path}: Expected a JSON array of records or a meta file, found one object with the keys "
-            f"{', '.join(sorted(found)[:8])}. Write the records as an array or one per line (.jsonl)."
-        )
-    return text
+    return _parse_meta(text, path, names)
 
 
 def _stem(path: str) -> str:
     return PurePosixPath(plain_name(path)).stem or path
 
 
-_KEYS = ("columns", "file_name", "media_dir", "sample_ratio", "tags")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetaEntry:
-    """One dataset of a meta file, with its paths resolved."""
-
-    name: str
-    path: str
-    """The data file: a path or URL."""
-    form: ShareGptForm
-    sample_ratio: float = 1.0
-
-
-def parse_meta(text: str, meta_path: str, names: Iterable[str] | None = None) -> list[MetaEntry]:
+def _parse_meta(text: str, meta_path: str, names: Iterable[str] | None) -> list[MetaEntry]:
     """Return the chosen entries in sorted order; anything that nothing would read raises `SourceError`."""
     try:
         meta = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{meta_path}: not a meta file, broken JSON ({error}); mend it.") from None
-    chosen = select_names(meta, names, meta_path)
-    return [_entry(name, meta[name], meta_path) for name in chosen]
+    if not all(isinstance(value, dict) for value in meta.values()):
+        raise SourceError(
+            f"{meta_path}: Expected a JSON array of records or a meta file, found one object with the keys "
+            f"{', '.join(sorted(meta)[:8])}. Write the records as an array or one per line (.jsonl)."
+        )
+    return [_entry(name, meta[name], meta_path) for name in _select(meta.keys(), names, meta_path)]
 
 
-def select_names(known: Iterable[str], names: Iterable[str] | None, meta_path: str) -> list[str]:
+def _select(known: Collection[str], names: Iterable[str] | None, meta_path: str) -> list[str]:
     """Return the chosen names, sorted."""
-    known = set(known)
     if not known:
         raise SourceError(f"{meta_path}: the meta file names no datasets, so there is nothing to read; add an entry.")
     if names is None:
         return sorted(known)
     names = [names] if isinstance(names, str) else list(names)
     if not names:
-        raise SourceError(f"{meta_path}: the names filter is empty, so nothing would be read; {_allowed('', known)}")
+        raise SourceError(
+            f"{meta_path}: the names filter is empty, so nothing would be read; {nearest_name('', known)}"
+        )
     for name in names:
         if name not in known:
-            raise SourceError(f"dataset '{name}' not found in meta file {meta_path}; {_allowed(name, known)}")
+            raise SourceError(f"dataset '{name}' not found in meta file {meta_path}; {nearest_name(name, known)}")
     return sorted(set(names))
-
-
-def _allowed(name: str, known: Iterable[str]) -> str:
-    return nearest_name(name, known)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -184,10 +169,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(name: str, config: Any, meta_path: str) -> MetaEntry:
+def _entry(name: str, config: dict[str, Any], meta_path: str) -> MetaEntry:
     place = f"{meta_path}: dataset '{name}'"
-    if not isinstance(config, dict):
-        raise SourceError(f'{place} is {config!r}, not an object; write {{"file_name": ...}}.')
     for key in config:
         if key not in _KEYS:
             raise SourceError(f"{place} has the key '{key}', which nothing reads; {nearest_name(key, _KEYS)}")

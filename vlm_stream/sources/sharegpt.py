@@ -56,10 +56,12 @@ def convert_sharegpt_to_conversation(
     return convert_example(example, ShareGptForm.from_dicts(columns, tags, media_dir), on_mismatch)
 
 
-def convert_example(example: Mapping[str, Any], form: ShareGptForm, on_mismatch: OnMismatch) -> dict[str, Any]:
-    """Do what `convert_sharegpt_to_conversation` does, with a form that is checked already."""
+def convert_example(
+    example: Mapping[str, Any], form: ShareGptForm, on_mismatch: OnMismatch, where: str = ""
+) -> dict[str, Any]:
+    """Do what `convert_sharegpt_to_conversation` does, with a form that is checked; errors name `where` it lies."""
     conversation, mismatches = map_sharegpt(example, form)
-    kept = apply_policy(conversation, mismatches, on_mismatch)
+    kept = apply_policy(conversation, mismatches, on_mismatch, where)
     result: dict[str, Any] = {"conversation": conversation}
     result.update((key, example[key]) for key in PASSENGER_KEYS if key in example)
     if kept:

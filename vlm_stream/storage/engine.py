@@ -76,7 +76,6 @@ class ReadMetrics:
     """Adds up from several threads."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         self._lock = threading.Lock()
         self._counts: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
 
@@ -117,7 +116,6 @@ class Engine:
     """Runs requests against any number of stores."""
 
     def __init__(self, options: ReadOptions, store_options: StoreOptions | None, metrics: ReadMetrics) -> None:
-        """Prepare; threads begin with the first request that needs them."""
         self._options = options
         self._store_options = store_options
         self.metrics = metrics
@@ -160,7 +158,7 @@ class Engine:
         self._closing.set()
         for future in list(self._under_way):
             future.cancel()
-        if sys.is_finalizing():  # a reader that nobody closed: the interpreter has ended the threads already
+        if sys.is_finalizing():  # the reader was never closed: the interpreter has ended the threads already
             return
         for pool in self._pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
