@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import io
 import logging
 import os
 import shutil
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import BinaryIO
 
-    from vlm_stream.storage import Store, StoreOptions
+    from vlm_stream.storage import StoreOptions
 
-__all__ = ["LocalFile", "open_remote", "plain_name"]
+__all__ = ["LocalFile", "plain_name"]
 
 _LOG = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 16  # small, because packed bytes may stand for thousands of times as many
@@ -179,8 +178,15 @@ def _spill(
     target = folder / "plain"
     decompress = _decompressor(path)
     try:
-        with _open_raw(path, store) as raw, target.open("wb") as out:
-            out.writelines(decompress(raw) if decompress else _pieces(raw))
+        packed = Path(path)
+        if is_url(path):
+            packed = folder / "packed" if decompress else target
+            _download(path, packed, store)
+        if decompress:
+            with packed.open("rb") as raw, target.open("wb") as out:
+                out.writelines(decompress(raw))
+        if is_url(path) and decompress:
+            packed.unlink()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         finalizer()
         raise _damaged(path, error) from error
@@ -206,69 +212,32 @@ def _damaged(path: str, error: Exception) -> SourceError:
     )
 
 
-def _open_raw(path: str, store: StoreOptions | None) -> BinaryIO:
-    if is_url(path):
-        return open_remote(path, store)
-    return open(path, "rb")  # noqa: PTH123
-
-
 def _remove(folder: str, pid: int) -> None:
     if os.getpid() == pid:  # a forked worker must not take the folder from its parent
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def open_remote(url: str, store: StoreOptions | None = None) -> BinaryIO:
-    """Return the object's bytes as a readable stream; it is fetched while it is read.
-
-    A web server that serves no ranges is asked for the whole file at once, which is then held in memory.
-    """
+def _download(url: str, target: Path, store: StoreOptions | None) -> None:
+    """Write a remote object into a file, one range after the other."""
     root, name = split_url(url)
+    offset = 0
     try:
         opened = open_store(root, store)
-    except ConfigError as error:
-        raise _cannot(url, error) from error
-    try:
-        first = opened.fetch(name, 0, _REQUEST_BYTES)
-        if first.object_size is not None:
-            return io.BufferedReader(_Ranges(opened, name, bytes(first.data)), 1 << 20)
-    except StorageError:
-        pass  # no ranges, or nothing there: the next request tells
-    try:
-        return io.BytesIO(opened.get(name))
-    except StorageError as error:
-        raise _cannot(url, error) from error
-
-
-def _cannot(url: str, error: Exception) -> SourceError:
-    return SourceError(
-        f"{url}: cannot be fetched ({error}), so none of its records can be read. Check the URL and the credentials, "
-        f"or copy the file first."
-    )
-
-
-class _Ranges(io.RawIOBase):
-    """An object as a raw stream, one range after the other."""
-
-    def __init__(self, store: Store, name: str, first: bytes) -> None:
-        self._store = store
-        self._name = name
-        self._rest = memoryview(first)
-        self._next = len(first)
-        self._ended = len(first) < _REQUEST_BYTES
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        if not self._rest and not self._ended:
-            try:
-                data = self._store.fetch(self._name, self._next, _REQUEST_BYTES).data
-            except StorageError as error:
-                raise _cannot(f"{self._store.root}/{self._name}", error) from error
-            self._rest = memoryview(data)
-            self._next += len(data)
-            self._ended = len(data) < _REQUEST_BYTES
-        size = min(len(buffer), len(self._rest))
-        buffer[:size] = self._rest[:size]
-        self._rest = self._rest[size:]
-        return size
+        with target.open("wb") as out:
+            while True:
+                try:
+                    data = opened.fetch(name, offset, _REQUEST_BYTES).data
+                except StorageError:
+                    if offset:
+                        raise
+                    out.write(opened.get(name))  # a web server without ranges; or nothing is there, and this says so
+                    return
+                out.write(data)
+                offset += len(data)
+                if len(data) < _REQUEST_BYTES:
+                    return
+    except (ConfigError, StorageError) as error:
+        raise SourceError(
+            f"{url}: cannot be fetched ({error}), so none of its records can be read. Check the URL and the "
+            f"credentials, or copy the file first."
+        ) from error
