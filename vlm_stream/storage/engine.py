@@ -42,6 +42,8 @@ class ReadTotals:
     """Of the samples that were handed out."""
     bytes_read: int = 0
     """That came over the wire or from a local dataset, used or not; reads of the node cache are not counted."""
+    retries: int = 0
+    """Reads begun again because a store throttled for longer than its client's own retries, which are not counted."""
     rereads: int = 0
     """Spans read once more because their checksum did not match."""
     cache_hits: int = 0
@@ -183,7 +185,7 @@ class Engine:
                 await asyncio.sleep(bucket.take(amount, time.monotonic()))
         async with self._slots:
             fetched: Fetched = await fetch(path, offset, size)
-        self.metrics.add(requests=1, bytes_read=len(fetched.data))
+        self.metrics.add(requests=1, bytes_read=len(fetched.data), retries=fetched.num_retries)
         return fetched
 
     def _fetch_cached(self, downloads: ShardDownloads, store: Store, request: RangeRequest) -> Fetched:

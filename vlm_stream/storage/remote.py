@@ -140,7 +140,11 @@ class ObjectStore(Store):
         _wait(self._once, path, lambda obs, client: obs.delete_async(client, path))
 
     async def _get(self, path: str, bounds: tuple[int, int] | None) -> Fetched:
+        num_attempts = 0
+
         async def get(obs: Any, client: Any) -> Fetched:
+            nonlocal num_attempts
+            num_attempts += 1
             answer = await obs.get_async(client, path, options={"range": bounds} if bounds else {})
             meta = answer.meta
             try:
@@ -152,7 +156,7 @@ class ObjectStore(Store):
                     fault = Fault("changed", f"etag {meta['e_tag']}, then {etag}")
                     raise error_of(fault, self.url(path), 0.0) from None
                 raise
-            return Fetched(memoryview(data), meta["size"], meta["e_tag"])
+            return Fetched(memoryview(data), meta["size"], meta["e_tag"], num_attempts - 1)
 
         try:
             return await self._patiently(path, get)
