@@ -318,7 +318,7 @@ def figure_faults(server, folder: Path) -> None:
         "4 faults (1 % failing, 5 % throttled, 2 % cut)",
         "same bytes, >= 0.7 of clean",
         f"{'same' if same else 'OTHER'} samples, order and bytes; {statistics.median(ratios):.2f} of clean "
-        f"({metrics['retries']} retries, {metrics['throttles']} throttles, {clean['bytes'] / 1e6:.0f} MB)",
+        f"({metrics['requests']} requests, {clean['bytes'] / 1e6:.0f} MB)",
     )
 
 

@@ -1,7 +1,9 @@
 """The package from outside: what it exports, what importing it costs."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +26,39 @@ def test_importing_the_package_imports_nothing_heavy():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="Nothing"):
         vlm_stream.Nothing  # noqa: B018
+
+
+PACKAGE = Path(vlm_stream.__file__).parent
+ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+ENVIRONMENT_READERS = {"allocator.py", "storage/credentials.py", "world.py"}
+"""What users tune memory with, credentials of stores, and the rank that a launcher gives."""
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_rooms_import_each_other_through_their_doors():
+    past = []
+    for name, tree in modules():
+        own = name.split("/")[0]
+        for node in ast.walk(tree):
+            parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
+            if parts[:1] == ["vlm_stream"] and len(parts) > 2 and parts[1] in ROOMS and parts[1] != own:
+                past.append(f"{name}: {node.module}")
+    assert past == []
+
+
+def test_only_few_files_read_the_environment():
+    readers = {
+        name
+        for name, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+    }
+    assert {name for name in readers if not name.startswith("testing/")} == ENVIRONMENT_READERS
+
+
+def test_files_are_short_enough_to_be_read():
+    assert [name for name, _ in modules() if len((PACKAGE / name).read_text().splitlines()) > 400] == []

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import pickle
+import signal
+import threading
+import time
 
 import pytest
 
@@ -88,6 +92,17 @@ def test_a_write_that_fails_half_way_leaves_no_object(s3_server, proxy):
         store.put("x", bytes(40_000_000))
     with pytest.raises(NotFoundError, match="There is nothing at"):
         store.head("x")
+
+
+def test_an_interrupt_ends_a_request_that_gets_no_answer(s3_server, proxy):
+    store = open_store(s3_server.url("interrupt"), dataclasses.replace(s3_server.options, endpoint=proxy.endpoint))
+    store.put("x", bytes(1000))
+    proxy.faults = [Fault("stall", at=10, seconds=30)]
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        store.get("x")
+    assert time.monotonic() - begun < 5
 
 
 def test_the_environment_alone_is_enough(s3_server, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from tests.storage.fault_proxy import Fault, FaultMix
 from tests.storage.shard_data import read, write_shards
 from vlm_stream.errors import AccessError, BadSampleError, ChangedObjectError, NotFoundError, StorageError
-from vlm_stream.storage import ReadOptions, RetryOptions, SpanReader, StoreOptions, open_store
+from vlm_stream.storage import ReadOptions, RetryOptions, SpanReader, StoreOptions, open_store, plan_requests
 from vlm_stream.storage.remote import ObjectStore
 
 
@@ -39,6 +39,8 @@ def read_all(shards, options, store_options, seed=0):
 def test_plan_order_and_bytes(s3_shards, s3_server):
     totals = read_all(s3_shards, ReadOptions(), s3_server.options)
     assert totals.requests_per_sample <= 1
+    planned = plan_requests([span for _, span in s3_shards.order()], ReadOptions())
+    assert (totals.requests, totals.bytes_read) == (len(planned), sum(request.size for request in planned))
 
 
 @pytest.mark.parametrize("status", [500, 502, 429, 503])
@@ -53,7 +55,8 @@ def test_a_storm_of_503_is_waited_out(s3_shards, proxy):
     """Far more refusals than retries: a store that throttles is alive, so only the deadline counts."""
     proxy.faults = [Fault("status", status=503)] * 200
     options = dataclasses.replace(alone(s3_shards), max_inflight=4)
-    read_all(s3_shards, options, proxied(proxy, retry={"max_retries": 2}))
+    totals = read_all(s3_shards, options, proxied(proxy, retry={"max_retries": 2}))
+    assert totals.retries > 0
     assert proxy.seen["GET"] == 200 + len(s3_shards.spans)
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from vlm_stream.convert.engines import Engine
     from vlm_stream.format import Totals
-    from vlm_stream.sources.record import RecordSource
+    from vlm_stream.sources import RecordSource
     from vlm_stream.storage import Store
 
 __all__ = ["ShardReport", "make_shards"]

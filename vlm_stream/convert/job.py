@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vlm_stream.conversation import Message
     from vlm_stream.convert.options import ShardOptions
     from vlm_stream.format import TokenCounting
-    from vlm_stream.sources.record import RecordSource
+    from vlm_stream.sources import RecordSource
     from vlm_stream.storage import Store
 
 __all__ = ["Job", "clear_target", "find_parts", "job_parameters", "load_job", "remove_job", "save_job"]

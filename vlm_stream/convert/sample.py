@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from vlm_stream.conversation import Conversation, Item
     from vlm_stream.convert.media_bytes import MediaReader
-    from vlm_stream.sources.record import Record
+    from vlm_stream.sources import Record
 
 __all__ = ["Sample", "build_sample", "measure_item", "picked_frames", "sample_bytes_bound"]
 

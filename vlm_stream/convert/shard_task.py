@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from vlm_stream.sources.record import RecordSource
+    from vlm_stream.sources import RecordSource
     from vlm_stream.storage import Store, StoreOptions
 
 __all__ = ["ShardContext", "ShardPart", "ShardTask", "is_local", "write_shard"]

@@ -178,9 +178,7 @@ def _from_native(data: dict[str, Any]) -> Conversation:
 
 
 def _from_sharegpt(fields: FieldMap, data: dict[str, Any]) -> Conversation:
-    from vlm_stream.sources.form import ShareGptForm
-    from vlm_stream.sources.mismatch import apply_policy
-    from vlm_stream.sources.sharegpt import map_sharegpt
+    from vlm_stream.sources import ShareGptForm, apply_policy, map_sharegpt
 
     conversation, mismatches = map_sharegpt(data, ShareGptForm.from_dicts(fields.columns, fields.tags))
     apply_policy(conversation, mismatches, "drop")

@@ -1,26 +1,75 @@
-"""A data file as a source of records: conversations by number, in a chosen order.
+"""A data file as records in a chosen order: `sample_ratio` and rank shares choose, the form maps.
 
-Enters: a scanned file, the form of its examples, an order of record numbers. Leaves: `Record`s. A record that cannot be
-parsed or mapped raises when it is read, with `file:line`.
+A record that cannot be parsed or mapped raises when it is read, with `file:line`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import random
+from typing import Any, TypeAlias
 
-from vlm_stream.sources.form import ShareGptForm
-from vlm_stream.sources.mismatch import MISMATCHES_KEY, Mismatch, OnMismatch, apply_policy, check_policy
-from vlm_stream.sources.parse import NotJsonError
+import numpy as np
+import numpy.typing as npt
+
+from vlm_stream.errors import BadSampleError, SourceError
+from vlm_stream.sources.data_file import DataFile, NotJsonError
+from vlm_stream.sources.form import Mismatch, OnMismatch, ShareGptForm, apply_policy, check_policy
 from vlm_stream.sources.record import Record
-from vlm_stream.sources.sharegpt import PASSENGER_KEYS, map_sharegpt
+from vlm_stream.sources.sharegpt import convert_example
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+__all__ = [
+    "Catalog",
+    "Order",
+    "load_json_or_jsonl",
+    "load_jsonl_for_rank",
+    "rank_share",
+    "sample_order",
+]
 
-    from vlm_stream.sources.data_file import DataFile
+Order: TypeAlias = npt.NDArray[np.int64]
 
-__all__ = ["Catalog", "example_to_record"]
+_SEED = 42
+
+
+def sample_order(num_records: int, ratio: float) -> Order | None:
+    """Return which records a ratio takes, in order; None when that is all of them as they stand.
+
+    Below 1 it is a random choice in random order, `Random(42).sample(range(n), floor(n * ratio))`, but never less than
+    one record; above 1 whole repeats, then a random choice for the fraction.
+
+    >>> sample_order(10, 0.5).tolist()
+    [1, 0, 4, 9, 6]
+    """
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < float("inf"):
+        raise SourceError(
+            f"sample_ratio is {ratio!r}, which takes no sample; write a number above 0, "
+            "or leave the entry out with the names filter."
+        )
+    if ratio == 1:
+        return None
+    if not num_records:
+        return np.zeros(0, np.int64)
+    if ratio < 1:
+        return _choose(num_records, max(1, int(num_records * ratio)))
+    repeats = int(ratio)
+    whole = np.tile(np.arange(num_records, dtype=np.int64), repeats)
+    return np.concatenate([whole, _choose(num_records, int(num_records * (ratio - repeats)))])
+
+
+def rank_share(order: Order | None, num_records: int, rank: int, world_size: int, begin: int = 0) -> Order:
+    """Return every `world_size`-th entry of an order, for one rank.
+
+    `begin` is how many entries of earlier sources were dealt out before: dealing goes on where it stopped, so over all
+    sources the ranks differ by one entry at most, every entry has one rank, and none is dropped.
+    """
+    first = (rank - begin) % world_size
+    if order is None:
+        return np.arange(first, num_records, world_size, dtype=np.int64)
+    return order[first::world_size]
+
+
+def _choose(num_records: int, num_chosen: int) -> Order:
+    return np.array(random.Random(_SEED).sample(range(num_records), num_chosen), np.int64)
 
 
 class Catalog:
@@ -33,7 +82,7 @@ class Catalog:
         name: str,
         form: ShareGptForm | None = None,
         on_mismatch: OnMismatch = "drop",
-        order: npt.NDArray[np.int64] | None = None,
+        order: Order | None = None,
     ) -> None:
         """Read `data` through `form`.
 
@@ -73,32 +122,40 @@ class Catalog:
         except NotJsonError as error:
             apply_policy([], [Mismatch(error.reason, str(error))], self.on_mismatch, origin)
             raise  # not reached: without a conversation every policy raises
-        return example_to_record(
-            example,
-            form=self.form,
-            on_mismatch=self.on_mismatch,
+        extras = convert_example(example, self.form, self.on_mismatch, origin)
+        own_id = example.get("id")
+        has_id = isinstance(own_id, (str, int)) and not isinstance(own_id, bool) and own_id != ""
+        return Record(
             source=self.name,
-            number=number,
+            id=str(own_id) if has_id else str(number),
             origin=origin,
+            conversation=extras.pop("conversation"),
+            media_root=self.form.media_dir,
+            extras=extras,
         )
 
 
-def example_to_record(
-    example: Any, *, form: ShareGptForm, on_mismatch: OnMismatch, source: str, number: int, origin: str
-) -> Record:
-    """Return the record of a parsed sharegpt example."""
-    conversation, mismatches = map_sharegpt(example, form)
-    kept = apply_policy(conversation, mismatches, on_mismatch, origin)
-    extras = {key: example[key] for key in PASSENGER_KEYS if key in example}
-    if kept:
-        extras[MISMATCHES_KEY] = kept
-    own_id = example.get("id")
-    has_id = isinstance(own_id, (str, int)) and not isinstance(own_id, bool) and own_id != ""
-    return Record(
-        source=source,
-        id=str(own_id) if has_id else str(number),
-        origin=origin,
-        conversation=conversation,
-        media_root=form.media_dir,
-        extras=extras,
-    )
+def load_json_or_jsonl(file_path: str) -> list[Any]:
+    """Return all examples of a JSON array or JSONL file; a broken one raises `BadSampleError` with `file:line`."""
+    data = DataFile(str(file_path))
+    return [_load(data, number) for number in range(len(data))]
+
+
+def load_jsonl_for_rank(
+    file_path: str, sample_ratio: float, rank: int | None, world_size: int | None
+) -> tuple[list[Any], int]:
+    """Return this rank's examples, and the number of records in the file; only the former are parsed."""
+    data = DataFile(str(file_path))
+    order = sample_order(len(data), sample_ratio)
+    if rank is not None and world_size is not None and world_size > 1:
+        order = rank_share(order, len(data), rank, world_size)
+    numbers = np.arange(len(data)) if order is None else order
+    return [_load(data, number) for number in numbers.tolist()], len(data)
+
+
+def _load(data: DataFile, number: int) -> Any:
+    try:
+        return data.load(number)
+    except NotJsonError as error:
+        detail = f"{data.where(number)}: {error}, so the file cannot be loaded whole. Mend or delete the record."
+        raise BadSampleError("convert", error.reason, detail) from None

@@ -7,21 +7,23 @@ decided elsewhere.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import SourceError
 from vlm_stream.sources.local_file import LocalFile, plain_name
-from vlm_stream.sources.parse import NotJsonError, parse_json
-from vlm_stream.sources.scan_array import scan_array
-from vlm_stream.sources.scan_lines import scan_lines
+from vlm_stream.sources.scan import scan_array, scan_lines
 
 if TYPE_CHECKING:
-    from vlm_stream.sources.spans import RecordSpans
+    from vlm_stream.sources.scan import RecordSpans
     from vlm_stream.storage import StoreOptions
 
-__all__ = ["DataFile", "FileCache", "first_bytes", "holds_lines"]
+__all__ = ["DataFile", "FileCache", "NotJsonError", "first_bytes", "holds_lines", "parse_json"]
 
+# Half of a surrogate pair is legal JSON text and illegal UTF-8. Any escape of that range makes a second look worth it.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _LOG = logging.getLogger(__name__)
 _BOM = b"\xef\xbb\xbf"
 _LINE_SUFFIXES = (".jsonl", ".ndjson")
@@ -29,11 +31,52 @@ _PEEK_BYTES = 1 << 20
 _BLANKS = b" \t\r\n"
 
 
+class NotJsonError(ValueError):
+    """The bytes are not a JSON value that can be kept."""
+
+    def __init__(self, reason: str, fact: str) -> None:
+        super().__init__(fact)
+        self.reason = reason
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the value; raise `NotJsonError`."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        bad = data[error.start]
+        raise NotJsonError("not_utf8", f"byte 0x{bad:02x} at column {error.start + 1} is not UTF-8") from None
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise NotJsonError("broken_json", f"broken JSON at character {error.pos + 1} ({error.msg})") from None
+    except RecursionError:
+        raise NotJsonError("broken_json", "broken JSON (nested too deeply)") from None
+    except ValueError as error:  # NaN, Infinity, an integer of thousands of digits
+        raise NotJsonError("broken_json", f"broken JSON ({error})") from None
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            fact = "a string has half of a surrogate pair, which UTF-8 cannot hold"
+            raise NotJsonError("lone_surrogate", fact) from None
+    return value
+
+
 class DataFile:
-    """The raw examples of one file by number."""
+    """The raw examples of one file by number.
+
+    `.jsonl` and `.ndjson` hold a record per line, anything else is told by its beginning.
+    """
 
     def __init__(self, file: LocalFile | str) -> None:
-        """Scan the file once; `.jsonl` and `.ndjson` hold a record per line, anything else is told by its beginning."""
         self.file = file if isinstance(file, LocalFile) else LocalFile(file)
         self.path = self.file.path
         self.spans: RecordSpans = _scan(self.file)
@@ -52,10 +95,12 @@ class DataFile:
 
 
 class FileCache:
-    """Files that were made local or scanned already: entries may share one, and looking at an input opens it."""
+    """Files that were made local or scanned already: entries may share one, and looking at an input opens it.
+
+    `spill_dir` is where compressed and remote files are unpacked, `store` how to reach them.
+    """
 
     def __init__(self, spill_dir: str | None = None, store: StoreOptions | None = None) -> None:
-        """Start empty; `spill_dir` is where compressed and remote files are unpacked, `store` how to reach them."""
         self._spill_dir = spill_dir
         self._store = store
         self._local: dict[str, LocalFile] = {}
@@ -75,7 +120,7 @@ class FileCache:
 
 
 def first_bytes(file: LocalFile) -> tuple[int, bytes]:
-    """Return the offset behind a byte order mark, and the first bytes there; other encodings raise `SourceError`."""
+    """Return the offset after a byte order mark, and the first bytes there; other encodings raise `SourceError`."""
     head = file.read_at(0, min(file.size_bytes, _PEEK_BYTES))
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) or head[:4].count(0) > 1:
         raise SourceError(

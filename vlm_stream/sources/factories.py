@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import SourceError, nearest_name
-from vlm_stream.sources.make_audio import make_cv17_dataset
-from vlm_stream.sources.make_chat import make_llava_onevision_dataset, make_unimm_chat_dataset
-from vlm_stream.sources.make_image_text import (
+from vlm_stream.sources.make_images import (
     make_cord_v2_dataset,
+    make_llava_onevision_dataset,
     make_medpix_dataset,
     make_rdr_dataset,
+    make_sharegpt_dataset,
     make_shopify_product_catalogue_dataset,
+    make_unimm_chat_dataset,
 )
-from vlm_stream.sources.make_sharegpt import make_sharegpt_dataset
-from vlm_stream.sources.make_text import make_tulu3_dataset, make_tulu3_magicoder_text_mix_dataset
+from vlm_stream.sources.make_text import make_cv17_dataset, make_tulu3_dataset, make_tulu3_magicoder_text_mix_dataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,10 +16,11 @@ import tempfile
 import weakref
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
-from vlm_stream.errors import ConfigError, MissingExtraError, SourceError
-from vlm_stream.sources.media_path import absolute, is_url
+from vlm_stream.errors import ConfigError, MissingExtraError, SourceError, StorageError
+from vlm_stream.sources.record import absolute, is_url
+from vlm_stream.storage import open_store, split_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ __all__ = ["LocalFile", "plain_name"]
 
 _LOG = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 16  # small, because packed bytes may stand for thousands of times as many
+_REQUEST_BYTES: Final = 8 << 20
 
 
 class LocalFile:
@@ -96,7 +98,6 @@ class LocalFile:
             self._descriptor = -1
 
     def __del__(self) -> None:
-        """Give the handle back."""
         if getattr(self, "_descriptor", -1) >= 0:
             self.close()
 
@@ -177,8 +178,15 @@ def _spill(
     target = folder / "plain"
     decompress = _decompressor(path)
     try:
-        with _open_raw(path, store) as raw, target.open("wb") as out:
-            out.writelines(decompress(raw) if decompress else _pieces(raw))
+        packed = Path(path)
+        if is_url(path):
+            packed = folder / "packed" if decompress else target
+            _download(path, packed, store)
+        if decompress:
+            with packed.open("rb") as raw, target.open("wb") as out:
+                out.writelines(decompress(raw))
+        if is_url(path) and decompress:
+            packed.unlink()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         finalizer()
         raise _damaged(path, error) from error
@@ -204,14 +212,32 @@ def _damaged(path: str, error: Exception) -> SourceError:
     )
 
 
-def _open_raw(path: str, store: StoreOptions | None) -> BinaryIO:
-    if is_url(path):
-        from vlm_stream.sources.remote_file import open_remote
-
-        return open_remote(path, store)
-    return open(path, "rb")  # noqa: PTH123
-
-
 def _remove(folder: str, pid: int) -> None:
     if os.getpid() == pid:  # a forked worker must not take the folder from its parent
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _download(url: str, target: Path, store: StoreOptions | None) -> None:
+    """Write a remote object into a file, one range after the other."""
+    root, name = split_url(url)
+    offset = 0
+    try:
+        opened = open_store(root, store)
+        with target.open("wb") as out:
+            while True:
+                try:
+                    data = opened.fetch(name, offset, _REQUEST_BYTES).data
+                except StorageError:
+                    if offset:
+                        raise
+                    out.write(opened.get(name))  # a web server without ranges; or nothing is there, and this says so
+                    return
+                out.write(data)
+                offset += len(data)
+                if len(data) < _REQUEST_BYTES:
+                    return
+    except (ConfigError, StorageError) as error:
+        raise SourceError(
+            f"{url}: cannot be fetched ({error}), so none of its records can be read. Check the URL and the "
+            f"credentials, or copy the file first."
+        ) from error

@@ -1,36 +1,48 @@
 """A path or URL -> a source of records: a meta file with its entries, or one bare data file.
 
-Enters: where the input is, and what the user says of its form. Leaves: one `SourceGroup`, whose members are the meta
-file's entries in sorted order, or the one file. Every data file is scanned here, once.
+    {"coco": {"file_name": "coco.jsonl", "media_dir": "images", "sample_ratio": 0.5},
+     "chat": {"file_name": "/data/chat.json.gz", "columns": {"messages": "conversations"}, "tags": {...}}}
+
+`file_name` and `media_dir` are relative to the meta file unless they are absolute or URLs. The result is a
+`SourceGroup` of the entries in sorted order, or of the one file. Every data file is scanned here, once.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vlm_stream.errors import SourceError
-from vlm_stream.sources.catalog import Catalog
+from vlm_stream.errors import SourceError, nearest_name
+from vlm_stream.sources.catalog import Catalog, sample_order
 from vlm_stream.sources.data_file import FileCache, first_bytes, holds_lines
 from vlm_stream.sources.factories import PREFIX, open_factory
-from vlm_stream.sources.form import ShareGptForm
-from vlm_stream.sources.group import SourceGroup
+from vlm_stream.sources.form import OnMismatch, ShareGptForm, check_policy
 from vlm_stream.sources.local_file import plain_name
-from vlm_stream.sources.media_path import absolute
-from vlm_stream.sources.meta import MetaEntry, parse_meta
-from vlm_stream.sources.mismatch import OnMismatch, check_policy
-from vlm_stream.sources.ratio import sample_order
+from vlm_stream.sources.record import SourceGroup, absolute, join_media_path, parent_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from vlm_stream.storage import StoreOptions
 
-__all__ = ["open_entry", "open_source", "read_entries"]
+__all__ = ["MetaEntry", "open_entry", "open_source", "read_entries"]
 
 _META_BYTES = 64 << 20
 """A meta file lists datasets; something larger that starts with a brace is not one."""
+_KEYS = ("columns", "file_name", "media_dir", "sample_ratio", "tags")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaEntry:
+    """One dataset of a meta file, with its paths resolved."""
+
+    name: str
+    path: str
+    """The data file: a path or URL."""
+    form: ShareGptForm
+    sample_ratio: float = 1.0
 
 
 def open_source(
@@ -110,22 +122,78 @@ def read_entries(
             "bytes, which is neither. Write the records as an array or one per line (.jsonl)."
         )
     text = file.read_at(0, file.size_bytes).decode("utf-8-sig", errors="replace")
-    return parse_meta(_checked(text, path), path, names)
-
-
-def _checked(text: str, path: str) -> str:
-    """Refuse an object that is a single record rather than a meta file."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text  # the parser of meta files says where it is broken
-    if not all(isinstance(value, dict) for value in found.values()):
-        raise SourceError(
-            f"{path}: Expected a JSON array of records or a meta file, found one object with the keys "
-            f"{', '.join(sorted(found)[:8])}. Write the records as an array or one per line (.jsonl)."
-        )
-    return text
+    return _parse_meta(text, path, names)
 
 
 def _stem(path: str) -> str:
     return PurePosixPath(plain_name(path)).stem or path
+
+
+def _parse_meta(text: str, meta_path: str, names: Iterable[str] | None) -> list[MetaEntry]:
+    """Return the chosen entries in sorted order; anything that nothing would read raises `SourceError`."""
+    try:
+        meta = json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{meta_path}: not a meta file, broken JSON ({error}); mend it.") from None
+    if not all(isinstance(value, dict) for value in meta.values()):
+        raise SourceError(
+            f"{meta_path}: Expected a JSON array of records or a meta file, found one object with the keys "
+            f"{', '.join(sorted(meta)[:8])}. Write the records as an array or one per line (.jsonl)."
+        )
+    return [_entry(name, meta[name], meta_path) for name in _select(meta.keys(), names, meta_path)]
+
+
+def _select(known: Collection[str], names: Iterable[str] | None, meta_path: str) -> list[str]:
+    """Return the chosen names, sorted."""
+    if not known:
+        raise SourceError(f"{meta_path}: the meta file names no datasets, so there is nothing to read; add an entry.")
+    if names is None:
+        return sorted(known)
+    names = [names] if isinstance(names, str) else list(names)
+    if not names:
+        raise SourceError(
+            f"{meta_path}: the names filter is empty, so nothing would be read; {nearest_name('', known)}"
+        )
+    for name in names:
+        if name not in known:
+            raise SourceError(f"dataset '{name}' not found in meta file {meta_path}; {nearest_name(name, known)}")
+    return sorted(set(names))
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key '{twice}' occurs twice in one object, and only one of them would count")
+    return found
+
+
+def _entry(name: str, config: dict[str, Any], meta_path: str) -> MetaEntry:
+    place = f"{meta_path}: dataset '{name}'"
+    for key in config:
+        if key not in _KEYS:
+            raise SourceError(f"{place} has the key '{key}', which nothing reads; {nearest_name(key, _KEYS)}")
+    for key, kind in (("file_name", str), ("media_dir", str), ("columns", dict), ("tags", dict)):
+        if config.get(key) is not None and not isinstance(config[key], kind):
+            wanted = "a string" if kind is str else "an object"
+            raise SourceError(f"{place}: '{key}' is {config[key]!r}, which cannot be used; write {wanted}.")
+    if not config.get("file_name"):
+        raise SourceError(f"{place} is missing 'file_name', so it has no data; name its .json or .jsonl file.")
+    folder = parent_of(meta_path)
+    media_dir = config.get("media_dir")
+    ratio = config.get("sample_ratio")
+    try:
+        form = ShareGptForm.from_dicts(
+            config.get("columns"),
+            config.get("tags"),
+            absolute(join_media_path(folder, media_dir)) if media_dir else None,
+        )
+    except SourceError as error:
+        raise SourceError(f"{place}: {error}") from None
+    return MetaEntry(
+        name=name,
+        path=join_media_path(folder, config["file_name"]),
+        form=form,
+        sample_ratio=1.0 if ratio is None else ratio,
+    )

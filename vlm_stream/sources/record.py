@@ -1,18 +1,26 @@
-"""A record: one sample before it lies in a shard, and the seam through which converters read records.
+"""A record: one sample before it lies in a shard; the seam through which converters read records; sources joined.
 
-A source is random-access by design: a converter decides which record goes into which shard on numbers alone and each of
-its workers reads just the records of its own shards.
+A source is random-access by design: a converter decides which record goes into which shard on numbers alone, and each
+of its workers reads just the records of its own shards.
 """
 
 from __future__ import annotations
 
+import posixpath
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from vlm_stream.errors import SourceError
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vlm_stream.conversation import Conversation
 
-__all__ = ["Record", "RecordSource"]
+__all__ = ["Record", "RecordSource", "SourceGroup", "absolute", "is_url", "join_media_path", "parent_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +53,62 @@ class RecordSource(Protocol):
     def read(self, index: int) -> Record:
         """Return one record; raise `BadSampleError` when it cannot be mapped."""
         ...
+
+
+class SourceGroup:
+    """The records of several sources after each other. Records keep the names of their own sources."""
+
+    def __init__(self, members: Sequence[RecordSource], *, name: str) -> None:
+        """Join the members; their names must differ, because ledgers and shards tell records apart by them."""
+        names = [member.name for member in members]
+        for member in names:
+            if names.count(member) > 1:
+                raise SourceError(
+                    f"two sources are called '{member}', so their records could not be told apart; rename one."
+                )
+        self.name = name
+        self.members = tuple(members)
+        self._ends = np.cumsum([len(member) for member in members], dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Return the number of records, bad ones included."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return the number of records by source name."""
+        return {member.name: len(member) for member in self.members}
+
+    def read(self, index: int) -> Record:
+        """Return one record of one member."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of source '{self.name}', which has {len(self)}")
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        begin = int(self._ends[which - 1]) if which else 0
+        return self.members[which].read(index - begin)
+
+
+def is_url(path: str) -> bool:
+    """Tell whether the path names its own store or carries its own bytes (`s3://...`, `file:///...`, `data:...`)."""
+    return "://" in path or path.startswith("data:")
+
+
+def join_media_path(media_dir: str | None, path: str) -> str:
+    """Return the path below `media_dir` when it is relative; LMDB entries (`env::key`) are paths like any other.
+
+    >>> join_media_path("s3://bucket/coco", "a/1.jpg")
+    's3://bucket/coco/a/1.jpg'
+    """
+    if not media_dir or is_url(path) or posixpath.isabs(path):
+        return path
+    return posixpath.join(media_dir, path)
+
+
+def parent_of(path: str) -> str:
+    """Return the folder or URL that holds the file; "" is the working directory."""
+    return path.rpartition("/")[0] if is_url(path) else posixpath.dirname(path)
+
+
+def absolute(path: str) -> str:
+    """Return a path that means the same from any working directory, as other processes may have another."""
+    return path if is_url(path) else str(Path(path).absolute())

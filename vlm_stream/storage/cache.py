@@ -3,10 +3,10 @@
     <cache_dir>/vlm-stream-cache-1/<key>.part     being downloaded; its writer holds an exclusive flock on it
     <cache_dir>/vlm-stream-cache-1/<key>.shard    complete; its readers hold a shared flock on it
 
-The locks are on the data files themselves and live in the kernel, so they end with their process. A `.part` that nobody
-holds belongs to a dead writer and is started over. A complete file ends with a trailer that names its key and size and
-is written last; what does not carry it was not written here, and is neither served nor deleted. Two jobs may share the
-folder, each under its own limit of bytes. `NodeCache` keeps the files; `ShardDownloads` serves requests from them.
+The locks are on the data files themselves and live in the kernel, so they end with their process. A `.part` that no
+process holds belongs to a dead writer and is started over. A complete file ends with a trailer that names its key and
+size and is written last; a file without it was not written here, and is neither served nor deleted. Two jobs may share
+the folder, each under its own limit of bytes. `NodeCache` keeps the files; `ShardDownloads` serves requests from them.
 """
 
 from __future__ import annotations
@@ -72,10 +72,9 @@ class ShardKey:
 
 
 class CachedShard:
-    """A complete shard, open for reading; while it is, nobody evicts it."""
+    """A complete shard, open for reading; while it is, it is not evicted."""
 
     def __init__(self, descriptor: int, size: int) -> None:
-        """Take over a descriptor that holds a shared lock."""
         self._descriptor = descriptor
         self._size = size
 
@@ -168,7 +167,7 @@ class NodeCache:
                 part.rename(self._file(key, "shard"))
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         except BaseException:
-            # The lock is held: nobody else can be writing to this path.
+            # The lock is held: no other process can be writing to this path.
             part.unlink(missing_ok=True)
             os.close(descriptor)
             raise

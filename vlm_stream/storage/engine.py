@@ -42,6 +42,8 @@ class ReadTotals:
     """Of the samples that were handed out."""
     bytes_read: int = 0
     """That came over the wire or from a local dataset, used or not; reads of the node cache are not counted."""
+    retries: int = 0
+    """Reads begun again because a store throttled for longer than its client's own retries, which are not counted."""
     rereads: int = 0
     """Spans read once more because their checksum did not match."""
     cache_hits: int = 0
@@ -76,7 +78,6 @@ class ReadMetrics:
     """Adds up from several threads."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         self._lock = threading.Lock()
         self._counts: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
 
@@ -117,7 +118,6 @@ class Engine:
     """Runs requests against any number of stores."""
 
     def __init__(self, options: ReadOptions, store_options: StoreOptions | None, metrics: ReadMetrics) -> None:
-        """Prepare; threads begin with the first request that needs them."""
         self._options = options
         self._store_options = store_options
         self.metrics = metrics
@@ -160,7 +160,7 @@ class Engine:
         self._closing.set()
         for future in list(self._under_way):
             future.cancel()
-        if sys.is_finalizing():  # a reader that nobody closed: the interpreter has ended the threads already
+        if sys.is_finalizing():  # the reader was never closed: the interpreter has ended the threads already
             return
         for pool in self._pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
@@ -185,7 +185,7 @@ class Engine:
                 await asyncio.sleep(bucket.take(amount, time.monotonic()))
         async with self._slots:
             fetched: Fetched = await fetch(path, offset, size)
-        self.metrics.add(requests=1, bytes_read=len(fetched.data))
+        self.metrics.add(requests=1, bytes_read=len(fetched.data), retries=fetched.num_retries)
         return fetched
 
     def _fetch_cached(self, downloads: ShardDownloads, store: Store, request: RangeRequest) -> Fetched:

@@ -53,7 +53,6 @@ class LocalStore(Store):
         self._open_files: OrderedDict[str, _OpenFile] = OrderedDict()
 
     def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
-        """Travel to another process as a path alone."""
         return type(self), (self.root,)
 
     def get(self, path: str) -> bytes:
@@ -133,12 +132,10 @@ class MemoryStore(Store):
     """A dict of objects. Two stores with one URL see the same objects; another process sees a copy, or none."""
 
     def __init__(self, url: str) -> None:
-        """Open the dict of that name."""
         self.root = url.rstrip("/") if not url.endswith("://") else url
         self._objects = _MEMORY.setdefault(self.root, {})
 
     def __reduce__(self) -> tuple[type[MemoryStore], tuple[str]]:
-        """Travel as a name: objects stay where they are."""
         return type(self), (self.root,)
 
     def get(self, path: str) -> bytes:

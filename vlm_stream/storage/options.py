@@ -36,7 +36,6 @@ class RetryOptions:
     """A read that is not whole after this long fails, whatever retries are left."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         _check("RetryOptions", "max_retries", self.max_retries, 0)
         _check("RetryOptions", "backoff_s", self.backoff_s, 0)
         _check("RetryOptions", "max_backoff_s", self.max_backoff_s, self.backoff_s)
@@ -68,7 +67,6 @@ class StoreOptions:
     retry: RetryOptions = RetryOptions()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         _check("StoreOptions", "connect_timeout_s", self.connect_timeout_s, 0.001)
         _check("StoreOptions", "read_timeout_s", self.read_timeout_s, 0.001)
         if self.endpoint is not None:
@@ -114,7 +112,6 @@ class ReadOptions:
     """Most bytes that the cache may hold; needed with cache_dir. It should hold the shards of one shuffle group."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         for name, low in (
             ("max_inflight", 1),
             ("max_gap_bytes", 0),

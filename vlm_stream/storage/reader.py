@@ -35,7 +35,6 @@ class Reading:
     """The spans of one `begin`, being read in the background."""
 
     def __init__(self, spans: Sequence[Span], engine: Engine, options: ReadOptions) -> None:
-        """Start every request."""
         self._spans = list(spans)
         self._engine = engine
         self._missing_is_bad = options.missing_is_bad
@@ -74,7 +73,7 @@ class Reading:
                 "already. Take the results once, before that, or begin again."
             ) from None
         finally:
-            self.cancel()  # nobody will ask for the rest
+            self.cancel()  # the rest is not needed any more
         waited_s = time.perf_counter() - begun_s
         results = [
             missing[position] if position in missing else self._open(span, parts[position])
@@ -137,13 +136,11 @@ class SpanReader:
         return type(self), (self._options, self._store_options)
 
     def __enter__(self) -> SpanReader:
-        """Return the reader itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
         self.close()
 
     @property
@@ -160,7 +157,7 @@ class SpanReader:
         return Reading(spans, self._engine, self._options)
 
     def close(self) -> None:
-        """Stop what is under way, end the threads, let go of the connections. A later read starts again."""
+        """Stop what is under way, end the threads, close the connections. A later read starts again."""
         engine, self._engine = self._engine, None
         if engine is not None and self._pid == os.getpid():
             engine.close()

@@ -43,13 +43,13 @@ def in_background(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -
 
     Raises:
         StorageError: This process was forked after its parent had used a remote store: the threads of the loop and of
-            obstore did not survive that, and every request would wait for ever.
+            obstore did not survive that, and no request would ever end.
     """
     global _LOOP, _LOOP_PID
     if _LOOP is not None and os.getpid() != _LOOP_PID:
         raise StorageError(
-            f"Process {os.getpid()} was forked from process {_LOOP_PID} after that one had used a remote store, and a "
-            f"request would wait for ever here. Start worker processes by 'forkserver' or 'spawn' "
+            f"Process {os.getpid()} was forked from process {_LOOP_PID} after that one had used a remote store, and no "
+            f"request would ever end here. Start worker processes by 'forkserver' or 'spawn' "
             f"(multiprocessing_context of a DataLoader)."
         )
     with _LOCK:
@@ -87,7 +87,6 @@ class ObjectStore(Store):
         return type(self), (self.root, self._options)
 
     def __repr__(self) -> str:
-        """Name the URL alone."""
         return f"ObjectStore({self.root!r})"
 
     def get(self, path: str) -> bytes:
@@ -141,7 +140,11 @@ class ObjectStore(Store):
         _wait(self._once, path, lambda obs, client: obs.delete_async(client, path))
 
     async def _get(self, path: str, bounds: tuple[int, int] | None) -> Fetched:
+        num_attempts = 0
+
         async def get(obs: Any, client: Any) -> Fetched:
+            nonlocal num_attempts
+            num_attempts += 1
             answer = await obs.get_async(client, path, options={"range": bounds} if bounds else {})
             meta = answer.meta
             try:
@@ -153,7 +156,7 @@ class ObjectStore(Store):
                     fault = Fault("changed", f"etag {meta['e_tag']}, then {etag}")
                     raise error_of(fault, self.url(path), 0.0) from None
                 raise
-            return Fetched(memoryview(data), meta["size"], meta["e_tag"])
+            return Fetched(memoryview(data), meta["size"], meta["e_tag"], num_attempts - 1)
 
         try:
             return await self._patiently(path, get)

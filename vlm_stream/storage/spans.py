@@ -82,7 +82,7 @@ class _Limits(NamedTuple):
     """How far the spans of one shard are merged."""
 
     max_gap: float
-    """Bytes that nobody wants, between two that somebody does."""
+    """Unwanted bytes between two spans."""
     max_amplification: float
     """Bytes read per byte wanted."""
 

@@ -113,6 +113,8 @@ class Fetched(NamedTuple):
     """Shorter than asked when the object ends before the range does."""
     object_size: int | None
     etag: str | None
+    num_retries: int = 0
+    """Attempts beyond those of the client: of a store that throttled."""
 
 
 class Store(ABC):

@@ -1,0 +1,226 @@
+"""Where each record lies in its file: one pass over the bytes.
+
+Enters: JSON lines or a JSON array as bytes. Leaves: three numbers per record, 16 bytes together, whatever its size.
+Whether a record is well-formed JSON shows when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from vlm_stream.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import BinaryIO
+
+    Ints = Sequence[int] | npt.NDArray[np.int64]
+
+__all__ = ["RecordSpans", "SpanBuilder", "scan_array", "scan_lines"]
+
+_BLANKS = b" \t\r\n"
+_LINE_BLANKS = b" \t\r"
+_BLANK = re.compile(rb"[ \t\r\n]*")
+# All up to the next bracket (or comma) outside of strings. A string that does not end in the buffer does not match.
+_PLAIN = rb'(?:[^"\[\]{}%s]++|"(?:[^"\\]++|\\.)*+")*+'
+_TO_SEPARATOR = re.compile(_PLAIN % b"," + rb"[\[\]{},]", re.DOTALL)
+_TO_BRACKET = re.compile(_PLAIN % b"" + rb"[\[\]{}]", re.DOTALL)
+_DECODER = json.JSONDecoder(strict=False)
+_INSIDE_STRING = re.compile(_PLAIN % b"" + rb'"', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordSpans:
+    """The n records of one file, in file order."""
+
+    begins: npt.NDArray[np.int64]
+    """[n] Byte offset; blanks after a record may be inside its span."""
+    sizes: npt.NDArray[np.integer]
+    """[n] Bytes; uint32 unless a record is larger."""
+    lines: npt.NDArray[np.integer]
+    """[n] Line on which the record begins, from 1; uint32 unless there are more."""
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+
+class SpanBuilder:
+    """Collects spans chunk by chunk. Its columns grow in place: joining parts at the end would take memory twice."""
+
+    def __init__(self) -> None:
+        self._begins = array("q")
+        self._sizes = array("I")
+        self._lines = array("I")
+
+    def add(self, begins: Ints, ends: Ints, lines: Ints) -> None:
+        """Append records given by half-open byte ranges."""
+        self._begins = _extended(self._begins, np.asarray(begins, np.int64))
+        self._sizes = _extended(self._sizes, np.asarray(ends, np.int64) - np.asarray(begins, np.int64))
+        self._lines = _extended(self._lines, np.asarray(lines, np.int64))
+
+    def build(self) -> RecordSpans:
+        """Return everything added so far; the builder must not be used after that."""
+        return RecordSpans(begins=_view(self._begins), sizes=_view(self._sizes), lines=_view(self._lines))
+
+
+def _extended(column: array[int], values: npt.NDArray[np.int64]) -> array[int]:
+    """Return the column with the values appended, wider if one of them does not fit."""
+    if column.typecode == "I" and len(values) and values.max() >= 2**32:
+        column = array("q", column)
+    column.frombytes(values.astype(column.typecode).tobytes())
+    return column
+
+
+def _view(column: array[int]) -> npt.NDArray[np.int64]:
+    return np.frombuffer(column, column.typecode) if column else np.zeros(0, np.int64)
+
+
+def scan_lines(stream: BinaryIO, begin: int = 0, chunk_bytes: int = 1 << 20) -> RecordSpans:
+    """Return the spans of all lines that are not blank, from byte `begin` on; memory is one chunk and the spans."""
+    builder = SpanBuilder()
+    stream.seek(begin)
+    offset = begin  # of the chunk
+    line_begin, line = begin, 1  # the line that the chunk begins in
+    blank_so_far = True  # whether that line had only blanks in earlier chunks
+    while chunk := stream.read(chunk_bytes):
+        newlines = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))  # [k]
+        if not len(newlines):
+            blank_so_far = blank_so_far and not chunk.strip(_LINE_BLANKS)
+            offset += len(chunk)
+            continue
+        ends = newlines + offset  # [k] a line's end is its newline
+        begins = np.concatenate([[line_begin], ends[:-1] + 1])  # [k]
+        filled = _filled(chunk, newlines)
+        filled[0] = not blank_so_far or bool(chunk[: newlines[0]].strip(_LINE_BLANKS))
+        lines = np.arange(line, line + len(ends))
+        builder.add(begins[filled], ends[filled], lines[filled])
+        offset += len(chunk)
+        line += len(ends)
+        line_begin = int(ends[-1]) + 1
+        blank_so_far = not chunk[newlines[-1] + 1 :].strip(_LINE_BLANKS)
+    if not blank_so_far:  # the last line has no newline
+        builder.add([line_begin], [offset], [line])
+    return builder.build()
+
+
+def _filled(chunk: bytes, newlines: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Tell for each line that ends in the chunk whether it is more than blanks ([k]; its entry 0 is not looked at)."""
+    data = np.frombuffer(chunk, np.uint8)
+    firsts = np.concatenate([[0], newlines[:-1] + 1])
+    filled = firsts < newlines
+    # Lines of JSON seldom begin with a blank, so only the few that do are looked at one by one.
+    suspects = np.flatnonzero(filled & np.isin(data[firsts], np.frombuffer(_LINE_BLANKS, np.uint8)))
+    for i in suspects.tolist():
+        filled[i] = bool(chunk[firsts[i] : newlines[i]].strip(_LINE_BLANKS))
+    return filled
+
+
+def scan_array(stream: BinaryIO, name: str, begin: int = 0, chunk_bytes: int = 1 << 20) -> RecordSpans:
+    """Return the spans of the array's elements; `begin` is the offset of its opening bracket or of blanks before it.
+
+    Memory is a chunk or a record, whichever is larger, and the spans.
+
+    Raises:
+        SourceError: The array does not end, or something follows it: its records cannot be told apart.
+    """
+    stream.seek(begin)
+    scan = _ArrayScan(name, begin)
+    rest = b""
+    # A record that does not fit is read in pieces that double, so that no byte is looked at more than a few times.
+    while not scan.is_closed and (chunk := stream.read(max(chunk_bytes, len(rest)))):
+        rest = scan.feed(rest + chunk)
+    if not scan.is_closed:
+        raise scan.unfinished(rest)
+    scan.refuse_more(rest)
+    while chunk := stream.read(chunk_bytes):
+        scan.refuse_more(chunk)
+    return scan.builder.build()
+
+
+class _ArrayScan:
+    """The state between chunks: where the element under way began, and how deep in brackets the scan is."""
+
+    def __init__(self, name: str, begin: int) -> None:
+        self.name = name
+        self.offset = begin  # of the bytes that come next
+        self.depth = 0
+        self.line = 1  # of those bytes
+        self.begin = -1  # of the element, at its first byte that is not blank; -1: not seen yet
+        self.begin_line = 1
+        self.num_elements = 0
+        self.is_closed = False
+        self.builder = SpanBuilder()
+
+    def feed(self, data: bytes) -> bytes:
+        """Take as much as can be told, and return the rest: it goes before what is read next."""
+        found: list[tuple[int, int, int]] = []
+        text = data.decode("latin-1")  # a character per byte, so that a parser's positions are offsets
+        at = 0
+        while not self.is_closed:
+            if self.depth == 1 and self.begin < 0:
+                start = _BLANK.match(data, at).end()  # type: ignore[union-attr]
+                self.line += data.count(b"\n", at, start)
+                at = start
+                if at == len(data):
+                    break  # the element's first byte is still to come
+                self.begin, self.begin_line = self.offset + at, self.line
+                # The parser finds the end of a good record fast. Others, and the last one of a chunk, go the slow way.
+                with contextlib.suppress(ValueError, RecursionError):
+                    end = _DECODER.raw_decode(text, at)[1]
+                    if _TO_SEPARATOR.match(data, end):
+                        self.line += data.count(b"\n", at, end)
+                        at = end
+            match = (_TO_SEPARATOR if self.depth <= 1 else _TO_BRACKET).match(data, at)
+            if match is None:
+                break
+            self.line += data.count(b"\n", at, match.end())
+            at = match.end()
+            self._take(data[at - 1 : at], self.offset + at - 1, found)
+        if found:
+            self.builder.add(*zip(*found, strict=True))
+        self.offset += at
+        return data[at:]
+
+    def _take(self, mark: bytes, position: int, found: list[tuple[int, int, int]]) -> None:
+        """Follow one bracket or comma."""
+        if mark in b"[{":
+            self.depth += 1
+            return
+        if mark in b"]}":
+            self.depth -= 1
+            if self.depth:
+                return
+            self.is_closed = True
+        is_empty_array = self.is_closed and not self.num_elements and self.begin == position
+        if not is_empty_array:
+            found.append((self.begin, position, self.begin_line))
+            self.num_elements += 1
+        self.begin = -1
+        if mark == b"}":
+            self.refuse_more(mark)
+
+    def refuse_more(self, tail: bytes) -> None:
+        """Raise unless there is nothing but blanks."""
+        if tail.strip(_BLANKS):
+            raise SourceError(
+                f"{self.name}: the array ends near byte {self.offset:,} (line {self.line}), after "
+                f"{self.num_elements:,} records, and more follows, so a bracket is closed twice or files were glued "
+                "together; nothing after it can be read. Mend the file, or write one record per line (.jsonl)."
+            )
+
+    def unfinished(self, rest: bytes) -> SourceError:
+        """Return the error for a file that stops before its array does."""
+        state = "inside a string" if _INSIDE_STRING.match(rest) else f"{self.depth} brackets deep"
+        return SourceError(
+            f"{self.name}: the array does not end: the file stops {state}, in record {self.num_elements} that "
+            f"begins on line {self.begin_line if self.begin >= 0 else self.line}, so it is cut off or a bracket or "
+            "quote is missing there. Mend the file, or write one record per line (.jsonl)."
+        )
