@@ -21,6 +21,7 @@ from vlm_stream.collate.conversations import conversations_of, drop_overlong, ma
 from vlm_stream.collate.family_steps import (
     TASK_PROMPT,
     add_decoder_inputs,
+    add_input_mode,
     add_kimi_grids,
     add_num_patches,
     encode_kimi_row,
@@ -144,7 +145,9 @@ _NEMOTRON_PARSE: Final = Family(
     counts_media=False,
     finish=add_decoder_inputs,
 )
-_PHI4: Final = Family(process=process_phi4, encode_row=_encode_alone(process_phi4), counts_media=False)
+_PHI4: Final = Family(
+    process=process_phi4, encode_row=_encode_alone(process_phi4), counts_media=False, finish=add_input_mode
+)
 
 
 def default_collate_fn(

@@ -29,7 +29,7 @@ from vlm_stream.keys import IGNORE, INJECTED_FAKE_KEY
 from vlm_stream.media import decode_image, resample_audio, to_rgb
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from vlm_stream.collate.conversations import Example, PixelForm
     from vlm_stream.conversation import Conversation
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TASK_PROMPT",
     "add_decoder_inputs",
+    "add_input_mode",
     "add_kimi_grids",
     "add_num_patches",
     "encode_kimi_row",
@@ -235,7 +236,7 @@ _PHI4_IMAGE_KEYS: Final = (*_PHI4_IMAGES, "image_sizes", "image_attention_mask")
 
 
 def process_phi4(examples: Sequence[Example], processor: Any) -> dict[str, Any]:
-    """Put an example's own `audio` into its conversation, and say by `input_mode` which adapters the model switches on.
+    """Put an example's own `audio` into its conversation.
 
     The published remote code and transformers' class name their tensors differently; either's names stay.
     """
@@ -253,9 +254,6 @@ def process_phi4(examples: Sequence[Example], processor: Any) -> dict[str, Any]:
         batch = call_processor(processor, texts, [p.loaded for p in prepared], {"padding": True})
     batch["labels"] = label_rows(encoder, batch, prepared)
     batch = cut_to(batch, _PHI4_MAX_LENGTH, processor)
-    if "input_mode" not in batch:
-        has_image, has_audio = (_has_any(batch, keys) for keys in (_PHI4_IMAGES, _PHI4_AUDIOS))
-        batch["input_mode"] = torch.tensor([1 * has_image + 2 * has_audio])
     if not any(p.loaded.images for p in prepared):
         batch = {key: value for key, value in batch.items() if key not in _PHI4_IMAGE_KEYS}
     return batch
@@ -279,5 +277,9 @@ def _with_audio(example: Example, processor: Any) -> Conversation:
     return messages
 
 
-def _has_any(batch: Mapping[str, Any], keys: Sequence[str]) -> bool:
-    return any(batch.get(key) is not None and len(batch[key]) > 0 for key in keys)
+def add_input_mode(batch: dict[str, Any], processor: Any) -> dict[str, Any]:  # noqa: ARG001 - a family's finish
+    """Say which adapters the model switches on: 0 none, 1 image, 2 sound, 3 both; the processor may have said it."""
+    if len(batch.get("input_mode", ())) == 1:
+        return batch
+    has_image, has_audio = (any(len(batch.get(key, ())) for key in keys) for keys in (_PHI4_IMAGES, _PHI4_AUDIOS))
+    return batch | {"input_mode": torch.tensor([1 * has_image + 2 * has_audio])}

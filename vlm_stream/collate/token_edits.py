@@ -91,7 +91,7 @@ def expand_image_tokens(
 def cut_kimi_row(row: dict[str, Any], max_length: int, processor: Any) -> dict[str, Any]:
     """Cut a row; if that tears an image, what is left of its tokens and all pixels of the row are taken out."""
     media_id = kimi_media_id(processor)
-    cut = {key: row[key][:max_length] for key in TOKEN_KEYS if key in row}
+    cut: dict[str, Any] = {key: row[key][:max_length] for key in TOKEN_KEYS if key in row}
     if torch.equal((row["input_ids"] == media_id).sum(), (cut["input_ids"] == media_id).sum()):
         return row | cut
     logger.warning("Cutting a row at %d tokens tears an image: its pixels are taken out of the batch.", max_length)
