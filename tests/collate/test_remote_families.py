@@ -302,6 +302,39 @@ def test_qwen3_omni_pads_on_the_right_and_needs_utils_for_sound_tracks():
         qwen3_omni_collate_fn(examples, processor, use_audio_in_video=True)
 
 
+UTILS = """
+from PIL import Image
+
+def process_mm_info(conversation, use_audio_in_video):
+    paths = [i["image"] for m in conversation for i in m["content"] if i["type"] == "image"]
+    return None, [Image.open(path).convert("RGB") for path in paths] or None, None
+"""
+
+
+def test_qwen3_omni_reads_files_with_utils_where_they_are_installed(tmp_path, monkeypatch):
+    """STAND-IN: `qwen_omni_utils` is not a dependency; the module here has its function and the form of its answer."""
+    (tmp_path / "qwen_omni_utils.py").write_text(UTILS)
+    make_toy_image(56, 84).save(tmp_path / "a.png")
+    processor = build_processor("qwen3_omni_moe")
+    examples = [example("What?", {"type": "image", "image": str(tmp_path / "a.png")}), example("Hi")]
+    plain = qwen3_omni_collate_fn(examples, processor)
+    monkeypatch.syspath_prepend(tmp_path)
+    calls = []
+    monkeypatch.setattr(type(processor), "__call__", _counted(type(processor).__call__, calls))
+    batch = qwen3_omni_collate_fn(examples, processor)
+    assert calls == [{"padding": True, "padding_side": "right", "use_audio_in_video": False, "return_tensors": "pt"}]
+    assert set(batch) == set(plain)
+    assert all(torch.equal(batch[key], plain[key]) for key in plain)
+
+
+def _counted(function, calls):
+    def call(self, text, images=None, **options):
+        calls.append(options)
+        return function(self, text=text, images=images, **options)
+
+    return call
+
+
 AUDIO = {"type": "audio", "audio": make_wav(0.5)}
 
 

@@ -43,26 +43,6 @@ if TYPE_CHECKING:
     from vlm_stream.collate.conversations import Example, PixelForm
     from vlm_stream.keys import Sample
 
-__all__ = [
-    "COLLATE_FNS",
-    "Family",
-    "collate_encoded",
-    "default_collate_fn",
-    "family_of",
-    "gemma4_prefix_collate_fn",
-    "get_collate",
-    "kimi_k25_vl_collate_fn",
-    "kimi_vl_collate_fn",
-    "llava_onevision_collate_fn",
-    "nemotron_omni_collate_fn",
-    "nemotron_parse_collate_fn",
-    "pad_collate_fn",
-    "phi4_mm_collate_fn",
-    "qwen2_5_collate_fn",
-    "qwen3_omni_collate_fn",
-    "register_collate",
-]
-
 logger = logging.getLogger(__name__)
 
 Batch: TypeAlias = dict[str, Any]

@@ -29,25 +29,10 @@ from vlm_stream.keys import IGNORE, INJECTED_FAKE_KEY
 from vlm_stream.media import decode_image, resample_audio, to_rgb
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vlm_stream.collate.conversations import Example, PixelForm
     from vlm_stream.conversation import Conversation
-
-__all__ = [
-    "TASK_PROMPT",
-    "add_decoder_inputs",
-    "add_input_mode",
-    "add_kimi_grids",
-    "add_num_patches",
-    "encode_kimi_row",
-    "encode_omni_rows",
-    "name_omni_tensors",
-    "process_omni",
-    "process_pages",
-    "process_phi4",
-    "takes_medias",
-]
 
 
 def add_num_patches(batch: dict[str, Any], processor: Any) -> dict[str, Any]:
@@ -281,5 +266,9 @@ def add_input_mode(batch: dict[str, Any], processor: Any) -> dict[str, Any]:  # 
     """Say which adapters the model switches on: 0 none, 1 image, 2 sound, 3 both; the processor may have said it."""
     if len(batch.get("input_mode", ())) == 1:
         return batch
-    has_image, has_audio = (any(len(batch.get(key, ())) for key in keys) for keys in (_PHI4_IMAGES, _PHI4_AUDIOS))
+    has_image, has_audio = (_has_any(batch, keys) for keys in (_PHI4_IMAGES, _PHI4_AUDIOS))
     return batch | {"input_mode": torch.tensor([1 * has_image + 2 * has_audio])}
+
+
+def _has_any(batch: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    return any(batch.get(key) is not None and len(batch[key]) > 0 for key in keys)

@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from vlm_stream.conversation import Conversation
     from vlm_stream.keys import Sample
 
-__all__ = [
-    "MediaJoinError",
-    "cast_pixels",
-    "count_conversation_media",
-    "count_grids",
-    "count_media",
-    "counts_of",
-    "join_rows",
-    "media_of",
-    "merge_media",
-]
-
 _NOT_MEDIA: Final = frozenset(
     {*TOKEN_KEYS, POSITIONS_KEY, "seq_lens", "seq_lens_padded", "n_images", "n_videos", "conversation"}
 )

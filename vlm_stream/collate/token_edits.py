@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 
     from vlm_stream.collate.conversations import Example
 
-__all__ = [
-    "GEMMA4_THINKING_PREFIX",
-    "cut_kimi_row",
-    "expand_image_tokens",
-    "gemma4_inject_thinking_prefix",
-    "kimi_media_id",
-    "relabel",
-]
-
 logger = logging.getLogger(__name__)
 
 _MEDIA_PAD: Final = "<|media_pad|>"

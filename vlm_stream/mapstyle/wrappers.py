@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from vlm_stream.conversation import Conversation
     from vlm_stream.encode.load_media import LoadedMedia
 
-__all__ = ["PackedDatasetWrapper", "PreTokenizedDatasetWrapper", "RobustDatasetWrapper"]
-
 
 class _ReplacingDataset(Dataset[Any]):
     """What the wrappers share: a ledger of what failed, and something else in its place."""
