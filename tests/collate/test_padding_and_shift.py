@@ -120,6 +120,8 @@ def test_clips_of_different_lengths_get_the_mask_that_phi4_gives_batches():
     assert joined["audio_input_features"].shape == (2, 5, 8)
     assert joined["audio_attention_mask"].tolist() == [[True] * 3 + [False] * 2, [True] * 5]
     assert "audio_attention_mask" not in merge_media(rows[:1])
+    # A pack of several clips has a mask already, one of a single clip has none.
+    assert merge_media([joined, rows[0]])["audio_attention_mask"].sum(dim=1).tolist() == [3, 5, 3]
 
 
 def test_default_pads_to_max_length_and_cuts_text(qwen):

@@ -12,6 +12,8 @@ import torch
 
 from vlm_stream.collate import (
     COLLATE_FNS,
+    collate_encoded,
+    family_of,
     gemma4_inject_thinking_prefix,
     gemma4_prefix_collate_fn,
     get_collate,
@@ -298,6 +300,72 @@ def test_qwen3_omni_pads_on_the_right_and_needs_utils_for_sound_tracks():
     assert batch["attention_mask"][:, 0].all()
     with pytest.raises(ConfigError, match="qwen_omni_utils"):
         qwen3_omni_collate_fn(examples, processor, use_audio_in_video=True)
+
+
+UTILS = """
+from PIL import Image
+
+def process_mm_info(conversation, use_audio_in_video):
+    paths = [i["image"] for m in conversation for i in m["content"] if i["type"] == "image"]
+    return None, [Image.open(path).convert("RGB") for path in paths] or None, None
+"""
+
+
+def test_qwen3_omni_reads_files_with_utils_where_they_are_installed(tmp_path, monkeypatch):
+    """STAND-IN: `qwen_omni_utils` is not a dependency; the module here has its function and the form of its answer."""
+    (tmp_path / "qwen_omni_utils.py").write_text(UTILS)
+    make_toy_image(56, 84).save(tmp_path / "a.png")
+    processor = build_processor("qwen3_omni_moe")
+    examples = [example("What?", {"type": "image", "image": str(tmp_path / "a.png")}), example("Hi")]
+    plain = qwen3_omni_collate_fn(examples, processor)
+    monkeypatch.syspath_prepend(tmp_path)
+    calls = []
+    monkeypatch.setattr(type(processor), "__call__", _counted(type(processor).__call__, calls))
+    batch = qwen3_omni_collate_fn(examples, processor)
+    assert calls == [{"padding": True, "padding_side": "right", "use_audio_in_video": False, "return_tensors": "pt"}]
+    assert set(batch) == set(plain)
+    assert all(torch.equal(batch[key], plain[key]) for key in plain)
+
+
+def _counted(function, calls):
+    def call(self, text, images=None, **options):
+        calls.append(options)
+        return function(self, text=text, images=images, **options)
+
+    return call
+
+
+AUDIO = {"type": "audio", "audio": make_wav(0.5)}
+
+
+@pytest.mark.parametrize(
+    ("build", "collate", "media"),
+    [
+        (KimiVLProcessor, kimi_vl_collate_fn, [[image()], [], [image(), image(56, 56)]]),
+        (KimiK25Processor, kimi_k25_vl_collate_fn, [[image()], [], [image(), image(56, 56)]]),
+        (lambda: build_processor("kimi_k25"), kimi_k25_vl_collate_fn, [[image(56, 56)], []]),
+        (NemotronParseProcessor, nemotron_parse_collate_fn, [[image()], [image(20, 20)]]),
+        (lambda: build_processor("nemotron_h_omni"), nemotron_omni_collate_fn, [[image()], []]),
+        (lambda: build_processor("phi4_multimodal"), phi4_mm_collate_fn, [[AUDIO], [], [AUDIO]]),
+        (lambda: build_processor("llava_onevision"), COLLATE_FNS["LlavaOnevisionProcessor"], [[image()], []]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_rows_encoded_one_by_one_make_the_batch_of_the_family(build, collate, media):
+    processor = build()
+    processor.tokenizer.padding_side = "right"
+    examples = [example("What? " * (number + 1), *items) for number, items in enumerate(media)]
+    encode_row = family_of(processor).encode_row
+    if encode_row is None:
+        rows = [Encoder(processor).encode(e["conversation"], {}) for e in examples]
+    else:
+        rows = [encode_row(e, processor) for e in examples]
+    ours, theirs = collate_encoded(rows, processor), collate(examples, processor)
+    # Families without grids count media in conversations; a stream knows the counts without looking at rows.
+    assert set(theirs) - set(ours) <= {"n_images_per_sample", "n_videos_per_sample"}
+    assert not set(ours) - set(theirs)
+    for key in ours:
+        assert torch.equal(ours[key], theirs[key]), key
 
 
 def test_registry(caplog):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from vlm_stream.collate import PositionRule, count_documents, neat_packed_vlm_collater
+from vlm_stream.collate import PositionRule, WeightlessPositions, count_documents, neat_packed_vlm_collater
 from vlm_stream.errors import ConfigError
 from vlm_stream.mapstyle import (
     PackedDatasetWrapper,
@@ -159,8 +159,9 @@ def test_a_models_method_gives_the_same_packs_as_the_rule(processor: Any, sample
     encoded = PreTokenizedDatasetWrapper(samples, processor)
     model = build_tiny_model("qwen2_5_vl", processor)
     one = PackedDatasetWrapper(encoded, [[0, 1, 3]], 400, 0, PositionRule.from_processor(processor))[0]
-    other = PackedDatasetWrapper(encoded, [[0, 1, 3]], 400, 0, model.model.get_rope_index)[0]
-    assert all(torch.equal(one[k], other[k]) for k in ("input_ids", "labels", "position_ids", "pixel_values"))
+    for rule in (model.model.get_rope_index, WeightlessPositions(model.config)):
+        other = PackedDatasetWrapper(encoded, [[0, 1, 3]], 400, 0, rule)[0]
+        assert all(torch.equal(one[k], other[k]) for k in ("input_ids", "labels", "position_ids", "pixel_values"))
 
 
 def test_what_does_not_fit_is_named_and_no_pack_is_empty(processor: Any, samples: Samples) -> None:

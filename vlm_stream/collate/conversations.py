@@ -39,19 +39,6 @@ if TYPE_CHECKING:
     from vlm_stream.conversation import Conversation
     from vlm_stream.encode import LoadedMedia, Rendered, TypedMarkers
 
-__all__ = [
-    "Example",
-    "PixelForm",
-    "Prepared",
-    "conversations_of",
-    "count_media_tokens",
-    "drop_overlong",
-    "label_rows",
-    "mask_fake_images",
-    "prepare",
-    "process_batch",
-]
-
 logger = logging.getLogger(__name__)
 
 Example: TypeAlias = "Mapping[str, Any]"

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from vlm_stream.keys import Sample
 
-__all__ = ["align_up", "as_documents", "count_documents", "cu_seqlens", "document_mask_4d", "thd_fields"]
-
 
 def as_documents(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Return the documents of a pack: the visible tokens of each sample, then the fake image if the pack needs it.

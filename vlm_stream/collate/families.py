@@ -21,6 +21,7 @@ from vlm_stream.collate.conversations import conversations_of, drop_overlong, ma
 from vlm_stream.collate.family_steps import (
     TASK_PROMPT,
     add_decoder_inputs,
+    add_input_mode,
     add_kimi_grids,
     add_num_patches,
     encode_kimi_row,
@@ -41,26 +42,6 @@ if TYPE_CHECKING:
 
     from vlm_stream.collate.conversations import Example, PixelForm
     from vlm_stream.keys import Sample
-
-__all__ = [
-    "COLLATE_FNS",
-    "Family",
-    "collate_encoded",
-    "default_collate_fn",
-    "family_of",
-    "gemma4_prefix_collate_fn",
-    "get_collate",
-    "kimi_k25_vl_collate_fn",
-    "kimi_vl_collate_fn",
-    "llava_onevision_collate_fn",
-    "nemotron_omni_collate_fn",
-    "nemotron_parse_collate_fn",
-    "pad_collate_fn",
-    "phi4_mm_collate_fn",
-    "qwen2_5_collate_fn",
-    "qwen3_omni_collate_fn",
-    "register_collate",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +125,9 @@ _NEMOTRON_PARSE: Final = Family(
     counts_media=False,
     finish=add_decoder_inputs,
 )
-_PHI4: Final = Family(process=process_phi4, encode_row=_encode_alone(process_phi4), counts_media=False)
+_PHI4: Final = Family(
+    process=process_phi4, encode_row=_encode_alone(process_phi4), counts_media=False, finish=add_input_mode
+)
 
 
 def default_collate_fn(

@@ -40,20 +40,6 @@ if TYPE_CHECKING:
     from vlm_stream.collate.conversations import Example, PixelForm
     from vlm_stream.conversation import Conversation
 
-__all__ = [
-    "TASK_PROMPT",
-    "add_decoder_inputs",
-    "add_kimi_grids",
-    "add_num_patches",
-    "encode_kimi_row",
-    "encode_omni_rows",
-    "name_omni_tensors",
-    "process_omni",
-    "process_pages",
-    "process_phi4",
-    "takes_medias",
-]
-
 
 def add_num_patches(batch: dict[str, Any], processor: Any) -> dict[str, Any]:
     """Add the image tokens per row, which models with 5-D pixels (tiles) are cut by."""
@@ -241,7 +227,7 @@ _PHI4_IMAGE_KEYS: Final = (*_PHI4_IMAGES, "image_sizes", "image_attention_mask")
 
 
 def process_phi4(examples: Sequence[Example], processor: Any) -> dict[str, Any]:
-    """Put an example's own `audio` into its conversation, and say by `input_mode` which adapters the model switches on.
+    """Put an example's own `audio` into its conversation.
 
     The published remote code and transformers' class name their tensors differently; either's names stay.
     """
@@ -259,9 +245,6 @@ def process_phi4(examples: Sequence[Example], processor: Any) -> dict[str, Any]:
         batch = call_processor(processor, texts, [p.loaded for p in prepared], {"padding": True})
     batch["labels"] = label_rows(encoder, batch, prepared)
     batch = cut_to(batch, _PHI4_MAX_LENGTH, processor)
-    if "input_mode" not in batch:
-        has_image, has_audio = (_has_any(batch, keys) for keys in (_PHI4_IMAGES, _PHI4_AUDIOS))
-        batch["input_mode"] = torch.tensor([1 * has_image + 2 * has_audio])
     if not any(p.loaded.images for p in prepared):
         batch = {key: value for key, value in batch.items() if key not in _PHI4_IMAGE_KEYS}
     return batch
@@ -283,6 +266,14 @@ def _with_audio(example: Example, processor: Any) -> Conversation:
     items = [{"type": "text", "text": content}] if isinstance(content, str) else content
     first["content"] = [{"type": "audio", "audio": audio}, *items]
     return messages
+
+
+def add_input_mode(batch: dict[str, Any], processor: Any) -> dict[str, Any]:  # noqa: ARG001 - a family's finish
+    """Say which adapters the model switches on: 0 none, 1 image, 2 sound, 3 both; the processor may have said it."""
+    if len(batch.get("input_mode", ())) == 1:
+        return batch
+    has_image, has_audio = (_has_any(batch, keys) for keys in (_PHI4_IMAGES, _PHI4_AUDIOS))
+    return batch | {"input_mode": torch.tensor([1 * has_image + 2 * has_audio])}
 
 
 def _has_any(batch: Mapping[str, Any], keys: Sequence[str]) -> bool:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from vlm_stream.keys import Sample
 
-__all__ = ["ATTENTION_FORMS", "Positions", "build_hf_pack", "join_hf_packs"]
-
 Positions: TypeAlias = "Callable[[Sample], torch.Tensor | None]"
 """A position rule: encoded sample -> `[3, length]`."""
 

@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from vlm_stream.conversation import Conversation
     from vlm_stream.keys import Sample
 
-__all__ = [
-    "MediaJoinError",
-    "cast_pixels",
-    "count_conversation_media",
-    "count_grids",
-    "count_media",
-    "counts_of",
-    "join_rows",
-    "media_of",
-    "merge_media",
-]
-
 _NOT_MEDIA: Final = frozenset(
     {*TOKEN_KEYS, POSITIONS_KEY, "seq_lens", "seq_lens_padded", "n_images", "n_videos", "conversation"}
 )
@@ -88,10 +76,11 @@ def merge_media(rows: Sequence[Sample], *, pixel_dtype: torch.dtype | None = Non
         parts = [one[name] for one in media if name in one]
         is_finished = name in PIXEL_KEYS and not spec
         merged[name] = join_rows(name, parts, pixel_dtype if is_finished else None)
-        mask = _MASK_OF.get(name)
-        if mask is not None and len(parts) > 1 and not any(mask in one for one in media):
-            lengths = torch.tensor([part.shape[1] for part in parts for _ in range(len(part))])
-            merged[mask] = torch.arange(int(lengths.max())) < lengths[:, None]  # [clips, longest]
+    for name, mask in _MASK_OF.items():
+        with_clips = [one for one in media if name in one]
+        if len(with_clips) > 1:
+            masks = [one.get(mask, torch.ones(one[name].shape[:2], dtype=torch.bool)) for one in with_clips]
+            merged[mask] = join_rows(mask, masks)  # [clips, longest], False where a shorter clip was padded
     return merged | spec
 
 

@@ -22,13 +22,6 @@ if TYPE_CHECKING:
 
     from vlm_stream.keys import Sample
 
-__all__ = [
-    "PACKED_MEDIA_KEYS",
-    "build_packed_vlm_sample",
-    "neat_packed_vlm_collater",
-    "packed_sequence_thd_vlm_collater",
-]
-
 PACKED_MEDIA_KEYS: Final = (
     "pixel_values",
     "image_grid_thw",

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from vlm_stream.keys import Sample
 
-__all__ = ["ModelPositions", "PositionRule", "WeightlessPositions", "compute_mrope_position_ids"]
-
 _IMAGE: Final = 1
 _VIDEO: Final = 2
 _CLIP_RULE_SINCE: Final = (5, 18)

@@ -18,18 +18,6 @@ if TYPE_CHECKING:
 
     from vlm_stream.keys import Sample
 
-__all__ = [
-    "cut_to",
-    "fit_to",
-    "pad_id_of",
-    "pad_rows",
-    "padding_side",
-    "shift",
-    "shift_sample",
-    "split_rows",
-    "token_row",
-]
-
 _FILLS: Final = {"labels": IGNORE}
 _MEDIA_WORDS: Final = ("pixel", "grid", "image", "video", "audio", "feature", "size", "patches", "sound", "n_")
 

@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 
     from vlm_stream.collate.conversations import Example
 
-__all__ = [
-    "GEMMA4_THINKING_PREFIX",
-    "cut_kimi_row",
-    "expand_image_tokens",
-    "gemma4_inject_thinking_prefix",
-    "kimi_media_id",
-    "relabel",
-]
-
 logger = logging.getLogger(__name__)
 
 _MEDIA_PAD: Final = "<|media_pad|>"
@@ -90,7 +81,7 @@ def expand_image_tokens(
 def cut_kimi_row(row: dict[str, Any], max_length: int, processor: Any) -> dict[str, Any]:
     """Cut a row; if that tears an image, what is left of its tokens and all pixels of the row are taken out."""
     media_id = kimi_media_id(processor)
-    cut = {key: row[key][:max_length] for key in TOKEN_KEYS if key in row}
+    cut: dict[str, Any] = {key: row[key][:max_length] for key in TOKEN_KEYS if key in row}
     if torch.equal((row["input_ids"] == media_id).sum(), (cut["input_ids"] == media_id).sum()):
         return row | cut
     logger.warning("Cutting a row at %d tokens tears an image: its pixels are taken out of the batch.", max_length)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
 
-__all__ = ["greedy_knapsack", "greedy_knapsack_vt_balanced", "neat_pack_dataset_vlm"]
-
 logger = logging.getLogger(__name__)
 
 

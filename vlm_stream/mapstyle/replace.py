@@ -25,8 +25,6 @@ from vlm_stream.plan import Key, words
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Replacer", "make_robust_collate", "replacement_index"]
-
 logger = logging.getLogger(__name__)
 
 

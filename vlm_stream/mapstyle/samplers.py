@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
 
-__all__ = ["BalancedPackSampler", "LengthGroupedSampler", "estimate_lengths", "raw_dataset"]
-
 logger = logging.getLogger(__name__)
 
 _SLACK_TOKENS: Final = 512

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from vlm_stream.conversation import Conversation
     from vlm_stream.encode import LoadedMedia
 
-__all__ = ["PackedDatasetWrapper", "PreTokenizedDatasetWrapper", "RobustDatasetWrapper"]
-
 
 class _ReplacingDataset(Dataset[Any]):
     """What the wrappers share: a ledger of what failed, and something else in its place."""

@@ -20,21 +20,6 @@ from vlm_stream.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "Bounds",
-    "MediaCutError",
-    "as_counts",
-    "chunk_crops",
-    "chunk_step3_media",
-    "chunk_vlm_media",
-    "cut_rows",
-    "item_bounds",
-    "microbatch_bounds",
-    "owned_rows",
-    "patches_per_item",
-    "samples_own",
-]
-
 Bounds: TypeAlias = "list[tuple[int, int]]"
 Counts: TypeAlias = "torch.Tensor | Sequence[int]"
 Rows: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"

@@ -28,8 +28,6 @@ from vlm_stream.pp_media.cut import (
     samples_own,
 )
 
-__all__ = ["VLM_PP_MEDIA_KEY", "drop_vlm_media", "prepare_vlm_media_for_pp", "wrap_vlm_collate_for_pp"]
-
 Batch: TypeAlias = MutableMapping[str, Any]
 
 VLM_PP_MEDIA_KEY: Final = "_vlm_pp_media_chunks"

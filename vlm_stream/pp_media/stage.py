@@ -22,8 +22,6 @@ from vlm_stream.pp_media.prepare import VLM_PP_MEDIA_KEY
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, MutableMapping
 
-__all__ = ["pp_chunk_specs", "stage_vlm_media_for_pp", "take_vlm_media"]
-
 _CURSOR: Final = "_vlm_chunk_idx"
 _ALL_CHUNKS: Final = "_vlm_media_chunks"
 _IMAGE_KEYS: Final = ("pixel_values", "image_grid_hws", "num_patches", "patch_pixel_values", "patch_newline_mask")
