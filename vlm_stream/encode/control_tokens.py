@@ -161,7 +161,7 @@ def _placeholder_id(processor: Processor, medium: str) -> int | None:
 
 def check_media_tokens(processor: Processor, input_ids: torch.Tensor, sample: Mapping[str, Any]) -> None:
     """Raise `BadSampleError` when ids [S] hold another number of media tokens than the grids ask for."""
-    grids = {medium: sample.get(key) for medium, key, _ in _GRIDS}
+    grids: dict[str, Any] = {medium: sample.get(key) for medium, key, _ in _GRIDS}
     if all(grid is None for grid in grids.values()):
         return
     tokens = {medium: _placeholder_id(processor, medium) for medium in grids}
@@ -217,12 +217,8 @@ def disguise(conversation: Conversation, chat: ChatFormat) -> tuple[Conversation
     control = chat.control
     if control is None:
         return conversation, None
-    texts = _strings(conversation)
-    whole = "".join(texts)
-    # Single characters are found much faster than a pattern, and most texts hold none of them.
-    if not any(sign in whole for sign in chat.control_signs):
-        return conversation, None
     _refuse_split_markers(conversation, control)
+    texts = _strings(conversation)
     if not any(map(control.search, texts)):
         return conversation, None
     if any(map(_PRIVATE.search, texts)):
@@ -249,7 +245,8 @@ def _refuse_split_markers(conversation: Conversation, control: re.Pattern[str]) 
         texts = [item.get("text") if isinstance(item, dict) and item.get("type") == "text" else None for item in items]
         for is_text, run in groupby(texts, key=lambda text: isinstance(text, str)):
             pieces = [str(text) for text in run]
-            if is_text and len(control.findall("".join(pieces))) > sum(len(control.findall(piece)) for piece in pieces):
+            split = is_text and len(pieces) > 1
+            if split and len(control.findall("".join(pieces))) > sum(len(control.findall(piece)) for piece in pieces):
                 raise BadSampleError(
                     "encode",
                     "typed_markers",

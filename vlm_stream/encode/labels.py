@@ -70,8 +70,8 @@ def label_answers(
     for turn, (begin, end) in enumerate(ranges):
         if len(ranges) != len(train) or train[turn]:
             labels[begin:end] = ids[begin:end]
-    if chat.placeholders:
-        labels[np.isin(labels, chat.placeholders)] = IGNORE
+    for placeholder in chat.placeholders:
+        labels[labels == placeholder] = IGNORE
     return labels
 
 

@@ -81,7 +81,8 @@ class CompactPath:
     def for_processor(processor: Processor) -> tuple[CompactPath | None, str]:
         """Return the path of a processor and "", or None and the reason why there is none."""
         # Trying a path out is slow, and some callers ask once per batch.
-        return _find_path(processor, *(getattr(processor, name, None) for name in (*_PART_NAMES, "tokenizer")))
+        key: Any = processor  # compared as an object
+        return _find_path(key, *(getattr(processor, name, None) for name in (*_PART_NAMES, "tokenizer")))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompactPath, (self._original,)
