@@ -2,8 +2,8 @@
 
 Run by hand: `python benchmarks/encode.py`. One thread, one run, processor time (not wall time, which other processes
 lengthen), best of interleaved repetitions (medians in overhead and profile); read the ratios.
-Prints three tables: overhead of `Encoder.encode`, labels against a per-token loop, the profile of one worker on 1024x768
-JPEGs.
+Prints three tables: overhead of `Encoder.encode`, labels against a per-token loop, the profile of one worker on JPEGs
+of 1024x768.
 """
 
 from __future__ import annotations

@@ -167,7 +167,6 @@ class _Grid:
     """What all rules of this file know."""
 
     patch_size: int
-    """Pixels along a patch."""
     merge_size: int = 2
     """Patches along the square that becomes one token."""
     min_pixels: int
@@ -208,7 +207,6 @@ class FrameGrid(_Grid):
 
     patch_size: int = 14
     temporal_patch_size: int = 2
-    """Frames in a patch."""
     min_pixels: int = 100352
     max_pixels: int = 602112
     capped_tokens: int | None = None
@@ -235,7 +233,6 @@ class ClipGrid(_Grid):
 
     patch_size: int = 16
     temporal_patch_size: int = 2
-    """Frames in a patch."""
     min_pixels: int = 131072
     max_pixels: int = 786432
     capped_tokens: int | None = None
@@ -269,7 +266,6 @@ class ClipGridImage(_Grid):
 
     patch_size: int = 14
     temporal_patch_size: int = 2
-    """Frames in a patch."""
     min_pixels: int = 12544
     max_pixels: int = 47040000
 
