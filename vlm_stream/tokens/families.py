@@ -186,7 +186,7 @@ def _read_gemma3(processor: Any, family: str) -> Geometry:
     image = _image_part(processor)
     crops: dict[str, Any] = {}
     if image.read("do_pan_and_scan"):
-        crops = image.ints(max_crops="pan_and_scan_max_num_crops", min_crop_size="pan_and_scan_min_crop_size")
+        crops |= image.ints(max_crops="pan_and_scan_max_num_crops", min_crop_size="pan_and_scan_min_crop_size")
         crops["min_ratio"] = float(image.read("pan_and_scan_min_ratio_to_activate"))
     patches = (image.read_size("height") // _VIT_PATCH) * (image.read_size("width") // _VIT_PATCH)
     rule = FixedImage(tokens_per_view=int(processor.image_seq_length), patches_per_view=patches, **crops)
