@@ -100,13 +100,6 @@ def resize_clip(num_frames: Whole, height: Whole, width: Whole, temporal_factor:
     It differs from `smart_resize_video` in two points: a side below `factor` is scaled up first, and the number of
     frames is rounded half to even, not up.
 
-    Args:
-        num_frames: Frames of the clip.
-        height: Height of its frames.
-        width: Width of its frames.
-        temporal_factor: Frames in a temporal patch.
-        box: Factor, smallest and largest volume.
-
     >>> resize_clip(4, 5, 1000, 2, PixelBox(32, 131072, 786432))
     (32, 6240)
     """
