@@ -2,8 +2,8 @@
 
 Run by hand: `python benchmarks/encode.py`. One thread, one run, processor time (not wall time, which other processes
 lengthen), best of interleaved repetitions (medians in overhead and profile); read the ratios.
-Prints four tables: overhead of `Encoder.encode`, labels against a per-token loop, the profile of one worker on 1024x768
-JPEGs, and JPEG draft decoding.
+Prints three tables: overhead of `Encoder.encode`, labels against a per-token loop, the profile of one worker on JPEGs
+of 1024x768.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from vlm_stream.encode import IGNORE, EncodeConfig, Encoder
 from vlm_stream.encode.chat_format import Rendered, render_template
 from vlm_stream.encode.label_search import find_marker, scan_markers
 from vlm_stream.encode.labels import label_answers
-from vlm_stream.media import ImageConfig, decode_image
+from vlm_stream.media import decode_image
 from vlm_stream.testing import build_processor
-from vlm_stream.tokens import smart_resize_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -231,38 +230,6 @@ def profile(repetitions: int) -> None:
     table("One worker, one thread, 1024x768 JPEG (1,036 x 756 after resizing), 3 turns, Qwen2.5-VL", rows)
 
 
-def draft(repetitions: int) -> None:
-    """Compare whole and scaled JPEG decoding for images of which the processor keeps at most half."""
-    rows = [("JPEG", "whole ms", "draft ms", "speed", "mean difference of 255 after resizing", "largest")]
-
-    def target(height: int, width: int) -> tuple[int, int]:
-        high, wide = smart_resize_image(height, width, 28, 3136, 1003520)
-        return int(high), int(wide)
-
-    for height, width in ((2304, 3072), (3072, 4096), (4800, 6400)):
-        data = photo(height, width)
-        config = ImageConfig(draft=target)
-        times = interleaved(
-            {"whole": lambda d=data: decode_image(d), "draft": lambda d=data, c=config: decode_image(d, c)},
-            max(3, repetitions // 10),
-        )
-        size = target(height, width)[::-1]
-        images = [decode_image(data).resize(size, 3), decode_image(data, config).resize(size, 3)]
-        difference = np.abs(np.asarray(images[0], dtype=float) - np.asarray(images[1], dtype=float))
-        speed = times["whole"] / times["draft"]
-        rows.append(
-            (
-                f"{width}x{height}",
-                f"{times['whole'] * 1e3:.1f}",
-                f"{times['draft'] * 1e3:.1f}",
-                f"{speed:.2f}x",
-                f"{difference.mean():.2f}",
-                f"{difference.max():.0f}",
-            )
-        )
-    table("JPEG draft decoding", rows)
-
-
 def _timed(function: Callable[..., Any], into: list[float]) -> Callable[..., Any]:
     def timed(*args: Any, **kwargs: Any) -> Any:
         begin = time.process_time()
@@ -299,7 +266,6 @@ def main() -> None:
     overhead(repetitions)
     labels(repetitions)
     profile(repetitions)
-    draft(repetitions)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What makes labels cheap changes none of them: kept ids, a table of chat tokens, a search by single characters."""
+"""What makes labels cheap changes none of them: kept ids, a table of chat tokens."""
 
 from __future__ import annotations
 

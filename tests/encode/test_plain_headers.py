@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from vlm_stream.testing.parts import transformers_class
+import torch
 
-from vlm_stream.encode import IGNORE, Encoder
-from vlm_stream.testing import make_toy_image
+from vlm_stream.encode import IGNORE, Encoder, build_labels_from_template
+from vlm_stream.errors import BadSampleError
+from vlm_stream.testing import FAMILIES, build_processor, make_toy_image
+from vlm_stream.testing.parts import transformers_class
 from vlm_stream.testing.tokenizer import train_tokenizer
 
 TURN = (
@@ -106,3 +108,33 @@ def test_answers_and_nothing_else_are_labelled(name, stop, tagged, add_bos):
         assert {processor.tokenizer.decode([sample["input_ids"][i]])[0] for i in blanks} <= {" "}
     else:
         assert labels == expected
+
+
+def test_text_that_is_not_in_the_ids_is_a_bad_sample():
+    encoder = Encoder(llava(_template(WITHOUT_STOP)))
+    conversation = CONVERSATIONS["two turns"]
+    rendered, _ = encoder.render(conversation)
+    ids = encoder.encode(conversation, {})["input_ids"]
+    is_image = ids == encoder.processor.tokenizer.convert_tokens_to_ids("<image>")
+    last = int(is_image.nonzero()[-1])
+    emptied = torch.cat([ids[:last][is_image[:last]], ids[last:]])  # no text between the images
+    with pytest.raises(BadSampleError, match="Text after a medium was not found in the ids") as caught:
+        encoder.label(conversation, rendered, emptied)
+    assert caught.value.reason == "label_mismatch"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_in_answers_are_no_labels_with_chat_tokens_either(family):
+    processor = build_processor(family)
+    conversation = [_user("Draw."), _answer(["Here: ", make_toy_image(200, 300, 0), "done"])]
+    sample = Encoder(processor).encode(conversation, {})
+    ids, labels = sample["input_ids"], sample["labels"]
+    is_image = ids == ids.mode().values  # nothing is as frequent as the token that is repeated for embeddings
+    assert int(is_image.sum()) > 40
+    searched = build_labels_from_template(ids[None], [conversation], processor)[0]
+    for made in (labels, searched):
+        assert bool((made[is_image] == IGNORE).all())
+    learned = processor.tokenizer.decode(labels[labels != IGNORE])
+    assert learned.startswith("Here: ")
+    assert "done" in learned
+    assert "Draw" not in learned

@@ -111,20 +111,3 @@ def test_bomb_is_a_bad_sample_whatever_pillow_says(side):
     with pytest.raises(BadSampleError, match=r"too large|more than the limit") as caught:
         decode_image(bytes(data))
     assert caught.value.reason == "image_too_large"
-
-
-def test_draft_keeps_the_target_and_stays_close():
-    def target(height: int, width: int) -> tuple[int, int]:
-        return (112, 168) if height * 168 == width * 112 else (112, 140)
-
-    data = make_jpeg(448, 672, seed=2, quality=95)
-    small = decode_image(data, ImageConfig(draft=target))
-    assert small.size == (168, 112)
-    whole = decode_image(data).resize((168, 112), Image.Resampling.BICUBIC)
-    difference = np.abs(np.asarray(small, dtype=float) - np.asarray(whole, dtype=float))
-    assert difference.mean() < 3
-
-
-def test_draft_is_not_used_where_it_would_change_the_target():
-    data = make_jpeg(448, 672)
-    assert decode_image(data, ImageConfig(draft=lambda height, width: (height, width))).size == (672, 448)

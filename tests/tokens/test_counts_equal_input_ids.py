@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache
 
 import numpy as np
 import pytest
+from transformers import AutoProcessor
 
 from vlm_stream.errors import BadSampleError
 from vlm_stream.testing import FAMILIES, build_processor, make_toy_image
@@ -32,7 +34,10 @@ pytestmark = [
 
 @cache
 def load(family: str):
-    processor = build_processor(family)
+    """Return a processor as users have it, loaded from a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        build_processor(family).save_pretrained(folder)
+        processor = AutoProcessor.from_pretrained(folder)
     return processor, TextCounter(processor)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vlm_stream.convert.engines import Engine
-    from vlm_stream.sources.record import RecordSource
+    from vlm_stream.sources import RecordSource
     from vlm_stream.storage import StoreOptions
 
 __all__ = ["cut_by_bytes", "cut_by_count", "measure_records", "record_order"]

@@ -4,7 +4,7 @@ Everything goes in as transformers' own `apply_chat_template` would pass it, so 
 the processor gives when it is used directly. Class-specific habits of passing videos live here and nowhere else.
 
 Tensors are asked of the parts that make pixels only, and lists of ids and masks are turned into tensors here: the
-library takes such lists apart number by number, which for a text without media is a third of the whole call.
+library takes such lists apart number by number, which is slow for text without media.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vlm_stream.conversation import Conversation
+    from vlm_stream.tokens import Processor
 
-__all__ = ["STOP_TOKENS", "ChatFormat", "Rendered", "chat_format", "render_chat", "render_template"]
+__all__ = ["STOP_TOKENS", "ChatFormat", "Rendered", "chat_format", "render_chat", "render_template", "template_of"]
 
 STOP_TOKENS: Final = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<turn|>")
 """Tokens that end a turn wherever a vocabulary has them; the tokenizer's own end token comes on top."""
@@ -62,8 +63,6 @@ class ChatFormat:
     """At each id: whether it is one of `chat_ids`. The last entry stands for all ids beyond."""
     control: re.Pattern[str] | None
     """Finds what must not become tokens when it is typed: chat tokens, media tokens, a header without tokens."""
-    control_signs: tuple[str, ...]
-    """One character of each of these strings, alike ones once: a text that holds none of them is soon known as free."""
     chat_pattern: re.Pattern[str] | None
     """Finds the chat tokens in a rendered text; one group, so that `split` keeps them."""
     content_form: ContentForm
@@ -83,7 +82,7 @@ class ChatFormat:
 _cache: WeakKeyDictionary[Any, tuple[str | None, ChatFormat]] = WeakKeyDictionary()
 
 
-def chat_format(processor: Any) -> ChatFormat:
+def chat_format(processor: Processor) -> ChatFormat:
     """Return what is known of the processor's template; learned on the first call and when the template changes."""
     template = template_of(processor)
     known = _cache.get(processor)
@@ -93,7 +92,7 @@ def chat_format(processor: Any) -> ChatFormat:
     return known[1]
 
 
-def template_of(processor: Any) -> str | None:
+def template_of(processor: Processor) -> str | None:
     """Return the chat template's text, the processor's own before its tokenizer's."""
     for owner in (processor, tokenizer_of(processor)):
         template = getattr(owner, "chat_template", None)
@@ -113,7 +112,7 @@ class Rendered:
     """Begin and end of each answer in characters, where the template marks them itself; None where it does not."""
 
 
-def render_chat(processor: Any, chat: ChatFormat, conversation: Conversation, **kwargs: Any) -> Rendered:
+def render_chat(processor: Processor, chat: ChatFormat, conversation: Conversation, **kwargs: Any) -> Rendered:
     """Render one conversation, with the spans of the answers if the template has `{% generation %}`."""
     if not chat.has_generation_tags:
         return Rendered(render_template(processor, conversation, **kwargs))
@@ -130,50 +129,49 @@ def render_chat(processor: Any, chat: ChatFormat, conversation: Conversation, **
     return Rendered(texts[0], [(int(begin), int(end)) for begin, end in spans[0]])
 
 
-def render_template(processor: Any, conversation: Conversation, **kwargs: Any) -> str:
+def render_template(processor: Processor, conversation: Conversation, **kwargs: Any) -> str:
     """Render one conversation to text with the processor's template, or with its tokenizer's if it has none."""
-    owner = processor if getattr(processor, "chat_template", None) is not None else tokenizer_of(processor)
+    owner: Processor = processor if getattr(processor, "chat_template", None) is not None else tokenizer_of(processor)
     if not hasattr(owner, "apply_chat_template"):
         owner = processor
     text = owner.apply_chat_template(conversation, tokenize=False, **kwargs)
     return str(text[0] if isinstance(text, list) else text)
 
 
-def _learn(processor: Any, template: str | None) -> ChatFormat:
+def _learn(processor: Processor, template: str | None) -> ChatFormat:
     tokenizer = tokenizer_of(processor)
     added = added_tokens(tokenizer)
     form = _content_form(processor)
     header, scaffold = _scaffold(processor, form, added)
-    stops = {token for token in (*STOP_TOKENS, getattr(tokenizer, "eos_token", None)) if token in added}
     stop = _first_added(scaffold[-1], added)
-    if stop is not None:
-        stops.add(stop)
-    chat = {token for piece in scaffold for token in _added_in(piece, added) if not _CONTENT_TOKENS.search(token)}
-    media = media_token_strings(processor)
-    chat = (chat | stops) - media
-    named = {t for t in (getattr(tokenizer, f"{n}_token", None) for n in ("bos", "eos", "pad", "unk")) if t in added}
-    control = chat | named | media
     openers = [] if stop is not None else _openers(processor, form, header)
-    control |= {text.strip() for text in (header, *openers) if text.strip() and not _added_in(text, added)}
+    media = media_token_strings(processor)
+    stops = _known((*STOP_TOKENS, stop, getattr(tokenizer, "eos_token", None)), added)
+    written = {token for piece in scaffold for token in _added_in(piece, added)}
+    chat = ({token for token in written if not _CONTENT_TOKENS.search(token)} | stops) - media
     chat_ids = {token: added[token] for token in chat}
-    header_pattern, chat_pattern = _header_pattern(header, chat, stops), _alternation(chat, "({})")
+    named = _known((getattr(tokenizer, f"{name}_token", None) for name in ("bos", "eos", "pad", "unk")), added)
+    plain = {text.strip() for text in (header, *openers) if not _added_in(text, added)}
     return ChatFormat(
         header=header,
-        header_pattern=header_pattern,
+        header_pattern=_header_pattern(header, chat, stops),
         closing=scaffold[-1],
         end_pattern=_alternation({opener.rstrip() for opener in openers}),
         chat_ids=chat_ids,
         stop_ids=frozenset(added[token] for token in stops),
         is_chat=_table(chat_ids.values()),
-        control=_alternation(control),
-        control_signs=tuple(sorted({_rarest(text) for text in control if text})),
-        chat_pattern=chat_pattern,
+        control=_alternation(chat | named | media | plain),
+        chat_pattern=_alternation(chat, "({})"),
         content_form=form,
         media_pattern=_alternation(media),
         media_ids=tuple(sorted(media_token_ids(processor))),
         placeholders=tuple(sorted(placeholder_ids(processor))),
         has_generation_tags=template is not None and re.search(r"\{%-?\s*generation\b", template) is not None,
     )
+
+
+def _known(tokens: Iterable[str | None], added: dict[str, int]) -> set[str]:
+    return {token for token in tokens if token is not None and token in added}
 
 
 def _table(ids: Iterable[int]) -> npt.NDArray[np.bool_]:
@@ -184,12 +182,7 @@ def _table(ids: Iterable[int]) -> npt.NDArray[np.bool_]:
     return table
 
 
-def _rarest(text: str) -> str:
-    """Return the character of a control string that ordinary text is least likely to hold: `<` rather than `i`."""
-    return next((sign for sign in text if not sign.isalnum() and not sign.isspace()), text[0])
-
-
-def _scaffold(processor: Any, form: ContentForm, added: dict[str, int]) -> tuple[str, list[str]]:
+def _scaffold(processor: Processor, form: ContentForm, added: dict[str, int]) -> tuple[str, list[str]]:
     """Return the header and what the template writes between and around contents; the last piece follows an answer."""
     probe = _chat(form, ("user", _USER[0]), ("assistant", _ANSWER[0]), ("user", _USER[1]), ("assistant", _ANSWER[1]))
     text = _try_render(processor, probe)
@@ -221,14 +214,14 @@ def _header_pattern(header: str, chat: Iterable[str], stops: Iterable[str]) -> r
     return re.compile(rf"(?:\A|{tokens})\s*{re.escape(solid[len(closes_turn_before) :].lstrip())}")
 
 
-def _other_role(processor: Any, form: ContentForm, role: str) -> list[str]:
+def _other_role(processor: Processor, form: ContentForm, role: str) -> list[str]:
     """Return what the template writes around a turn of that role: before the first user turn, or after an answer."""
     other, user, answer = (role, _USER[1]), ("user", _USER[0]), ("assistant", _ANSWER[0])
     turns = (other, user, answer) if role == "system" else (user, answer, other)
     return _cut(_try_render(processor, _chat(form, *turns)), tuple(text for _, text in turns)) or []
 
 
-def _openers(processor: Any, form: ContentForm, header: str) -> list[str]:
+def _openers(processor: Processor, form: ContentForm, header: str) -> list[str]:
     """Return what may follow an answer: how each role opens its turn."""
     around = [_other_role(processor, form, role) for role in ("user", "tool")]
     return [header, *(pieces[2] for pieces in around if pieces)]
@@ -239,7 +232,7 @@ def _chat(form: ContentForm, *turns: tuple[str, str]) -> Conversation:
     return [{"role": r, "content": text if as_string else [{"type": "text", "text": text}]} for r, text in turns]
 
 
-def _content_form(processor: Any) -> ContentForm:
+def _content_form(processor: Processor) -> ContentForm:
     shows = {}
     forms: tuple[ContentForm, ContentForm] = ("list", "string")
     for form in forms:
@@ -250,7 +243,7 @@ def _content_form(processor: Any) -> ContentForm:
     return "string" if shows["string"] else "both"
 
 
-def _try_render(processor: Any, conversation: Conversation) -> str:
+def _try_render(processor: Processor, conversation: Conversation) -> str:
     try:
         return render_template(processor, conversation)
     except Exception:  # a template may refuse a role or a form of content: then it does not write it

@@ -139,33 +139,28 @@ def media_token_ids(processor: Processor) -> frozenset[int]:
 
 
 def placeholder_ids(processor: Processor) -> frozenset[int]:
-    """Return the ids that are repeated for the embeddings of media."""
-    found = (_placeholder_id(processor, medium) for medium in MEDIA_TYPES)
-    return frozenset(token_id for token_id in found if token_id is not None)
+    """Return the ids that templates write, or processors repeat, in the place of media."""
+    return frozenset(token_id for medium in MEDIA_TYPES for token_id in _list_placeholders(processor, medium))
 
 
-def _placeholder_id(processor: Processor, medium: str) -> int | None:
-    """Return the id of the token that is repeated for each embedding of a medium, if it can be found."""
+def _list_placeholders(processor: Processor, medium: str) -> list[int]:
+    """Return the ids of tokens that stand for a medium; the first is the one that is repeated for embeddings."""
     tokenizer = getattr(processor, "tokenizer", None)
     owners = (processor, getattr(processor, "config", None), tokenizer, getattr(tokenizer, "config", None))
-    for owner in owners:
-        for name in (f"{medium}_token_id", f"{medium}_token_index", f"{medium}_token"):
-            value = getattr(owner, name, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-            if isinstance(value, str) and (token_id := _token_id(tokenizer, value)) is not None:
-                return token_id
-    found = (_token_id(tokenizer, token) for token in (f"<|{medium}_pad|>", f"<{medium}>", f"<|{medium}|>"))
-    return next((token_id for token_id in found if token_id is not None), None)
+    names = (f"{medium}_token_id", f"{medium}_token_index", f"{medium}_token")
+    values: list[Any] = [getattr(owner, name, None) for owner in owners for name in names]
+    values += [f"<|{medium}_pad|>", f"<{medium}>", f"<|{medium}|>"]
+    found = [_token_id(tokenizer, value) if isinstance(value, str) else value for value in values]
+    return [token_id for token_id in found if isinstance(token_id, int) and not isinstance(token_id, bool)]
 
 
 def check_media_tokens(processor: Processor, input_ids: torch.Tensor, sample: Mapping[str, Any]) -> None:
     """Raise `BadSampleError` when ids [S] hold another number of media tokens than the grids ask for."""
-    grids = {medium: sample.get(key) for medium, key, _ in _GRIDS}
+    grids: dict[str, Any] = {medium: sample.get(key) for medium, key, _ in _GRIDS}
     if all(grid is None for grid in grids.values()):
         return
-    tokens = {medium: _placeholder_id(processor, medium) for medium in grids}
-    if any(grid is not None and tokens[medium] is None for medium, grid in grids.items()):
+    tokens = {medium: _list_placeholders(processor, medium)[:1] for medium in grids}
+    if any(grid is not None and not tokens[medium] for medium, grid in grids.items()):
         return
     first = 1 if type(processor).__name__ in _TIME_POOLED else 0
     expected = 0
@@ -175,7 +170,7 @@ def check_media_tokens(processor: Processor, input_ids: torch.Tensor, sample: Ma
         rows = () if grids[medium] is None else grids[medium].tolist()
         expected += sum(prod(row[first:]) // per_token for row in rows)
     # Both tokens, whatever the grids: some families write the frames of a video with the image token.
-    ids, known = input_ids.numpy(), {token_id for token_id in tokens.values() if token_id is not None}
+    ids, known = input_ids.numpy(), {token_id for first_found in tokens.values() for token_id in first_found}
     found = sum(int(np.count_nonzero(ids == token_id)) for token_id in known)
     if found != expected:
         raise BadSampleError(
@@ -217,12 +212,8 @@ def disguise(conversation: Conversation, chat: ChatFormat) -> tuple[Conversation
     control = chat.control
     if control is None:
         return conversation, None
-    texts = _strings(conversation)
-    whole = "".join(texts)
-    # Single characters are found much faster than a pattern, and most texts hold none of them.
-    if not any(sign in whole for sign in chat.control_signs):
-        return conversation, None
     _refuse_split_markers(conversation, control)
+    texts = _strings(conversation)
     if not any(map(control.search, texts)):
         return conversation, None
     if any(map(_PRIVATE.search, texts)):
@@ -249,7 +240,8 @@ def _refuse_split_markers(conversation: Conversation, control: re.Pattern[str]) 
         texts = [item.get("text") if isinstance(item, dict) and item.get("type") == "text" else None for item in items]
         for is_text, run in groupby(texts, key=lambda text: isinstance(text, str)):
             pieces = [str(text) for text in run]
-            if is_text and len(control.findall("".join(pieces))) > sum(len(control.findall(piece)) for piece in pieces):
+            split = is_text and len(pieces) > 1
+            if split and len(control.findall("".join(pieces))) > sum(len(control.findall(piece)) for piece in pieces):
                 raise BadSampleError(
                     "encode",
                     "typed_markers",

@@ -118,9 +118,8 @@ def _as_labels(labels: npt.NDArray[np.int64], input_ids: torch.Tensor, processor
     """Return the labels as a tensor beside the ids; placeholders of media are never labels."""
     import torch
 
-    placeholders = placeholder_ids(processor)
-    if placeholders:
-        labels[np.isin(labels, tuple(placeholders))] = IGNORE
+    for placeholder in placeholder_ids(processor):
+        labels[labels == placeholder] = IGNORE
     return torch.from_numpy(labels).to(input_ids.device)
 
 

@@ -70,8 +70,8 @@ def label_answers(
     for turn, (begin, end) in enumerate(ranges):
         if len(ranges) != len(train) or train[turn]:
             labels[begin:end] = ids[begin:end]
-    if chat.placeholders:
-        labels[np.isin(labels, chat.placeholders)] = IGNORE
+    for placeholder in chat.placeholders:
+        labels[labels == placeholder] = IGNORE
     return labels
 
 
@@ -189,7 +189,8 @@ class _Places:
         ids = self._ids[begin:end]
         media = begin + np.flatnonzero((ids < 0) | np.isin(ids, self._chat.media_ids))
         runs = np.stack([media + 1, np.append(media[1:], end)], axis=1)
-        runs = runs[-1:] if is_last else runs[(runs[:, 0] < runs[:, 1]) & (runs[:, 0] >= self._cursor)]
+        is_open = (runs[:-1, 0] < runs[:-1, 1]) & (runs[:-1, 0] >= self._cursor)
+        runs = runs[-1:] if is_last else runs[:-1][is_open]
         for start, stop in runs.tolist():
             text = self._decode(start, stop)
             found = text.rfind(piece) if is_last else text.find(piece)

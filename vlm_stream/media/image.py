@@ -1,8 +1,7 @@
 """Images: bytes to a PIL image in RGB, or only its height and width from the header.
 
 Enters: the bytes of one file, or its path. Leaves: what the model's processor takes. A file that cannot be decoded is a
-bad sample, never a crash. This file knows nothing of processors; a caller that wants JPEGs decoded only as large as
-needed says with a function which size its processor would make of a given one.
+bad sample, never a crash.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vlm_stream.errors import BadSampleError, blame_sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from PIL import Image
@@ -32,9 +30,6 @@ class ImageConfig:
     """Larger images are bad samples: decoding them would take the worker's memory. Pillow's own limit."""
     exif_rotate: bool = False
     """Turn the image as its EXIF orientation says. Off, as in the processors; the index holds stored sizes."""
-    draft: Callable[[int, int], tuple[int, int]] | None = None
-    """(height, width) -> the size that the processor will resize to. When given, a JPEG is decoded at 1/2, 1/4 or 1/8
-    of its size if that is still at least the target and leads to the same target; pixels then differ slightly."""
 
 
 DEFAULT_IMAGE_CONFIG = ImageConfig()
@@ -52,8 +47,6 @@ def decode_image(data: ImageData, config: ImageConfig = DEFAULT_IMAGE_CONFIG) ->
     """Return the image in RGB, loaded."""
     image = _open(data, config.max_pixels, stage="decode")
     try:
-        if config.draft is not None and image.format == "JPEG":
-            _draft(image, config.draft)
         image.load()
         if config.exif_rotate:
             from PIL import ImageOps
@@ -106,14 +99,3 @@ def _open(data: ImageData, max_pixels: int, stage: str) -> Image.Image:
     if not width or not height:
         raise BadSampleError(stage, "bad_image", f"The image has {width}x{height} pixels.")
     return image
-
-
-def _draft(image: Image.Image, target: Callable[[int, int], tuple[int, int]]) -> None:
-    """Tell the JPEG decoder to scale while decoding, to the smallest size that leads to the same target."""
-    width, height = image.size
-    wanted = target(height, width)
-    for scale in (8, 4, 2):
-        small = (-(-height // scale), -(-width // scale))  # the decoder rounds up
-        if small[0] >= wanted[0] and small[1] >= wanted[1] and target(*small) == wanted:
-            image.draft("RGB", (small[1], small[0]))
-            return

@@ -72,16 +72,17 @@ class CompactPath:
             if mixin is None or reason:
                 raise ConfigError(f"{type(part).__name__} of {type(processor).__name__} has no compact path: {reason}")
             self._undone[name] = Undone()
-            twin = make_uint8_part(part, mixin, self._undone[name])
-            _try_out(part, twin, self._undone[name], name)
-            setattr(self.processor, name, twin)
+            compact = make_uint8_part(part, mixin, self._undone[name])
+            _try_out(part, compact, self._undone[name], name)
+            setattr(self.processor, name, compact)
         self.spec  # noqa: B018 - raises where two parts cannot share a key
 
     @staticmethod
     def for_processor(processor: Processor) -> tuple[CompactPath | None, str]:
         """Return the path of a processor and "", or None and the reason why there is none."""
         # Trying a path out is slow, and some callers ask once per batch.
-        return _find_path(processor, *(getattr(processor, name, None) for name in (*_PART_NAMES, "tokenizer")))
+        key: Any = processor  # compared as an object
+        return _find_path(key, *(getattr(processor, name, None) for name in (*_PART_NAMES, "tokenizer")))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompactPath, (self._original,)
@@ -146,7 +147,7 @@ def _find_unknown_step(part: Any) -> str:
     return ""
 
 
-def _try_out(part: Any, twin: Any, undone: Undone, name: str) -> None:
+def _try_out(part: Any, uint8_part: Any, undone: Undone, name: str) -> None:
     """Refuse a uint8 part whose finished pixels are not the original's."""
     if name == "image_processor":
         arguments: dict[str, Any] = {"images": _trial_images()}
@@ -154,7 +155,7 @@ def _try_out(part: Any, twin: Any, undone: Undone, name: str) -> None:
         arguments = {"videos": [_trial_pixels(4, 40, 72)], "do_sample_frames": False}
     try:
         full = dict(part(**arguments, return_tensors="pt"))
-        compact = dict(twin(**arguments, return_tensors="pt"))
+        compact = dict(uint8_part(**arguments, return_tensors="pt"))
         key = next(key for key in PIXEL_KEYS if key in full)
         spec = undone.spec
         is_same = spec is not None and compact[key].dtype == torch.uint8 and full[key].is_floating_point()

@@ -16,7 +16,7 @@ Files, in the order the data meets them:
     count.py        `count_tokens`, `fake_image_tokens`
     media_text.py   what families write around media
     text.py         exact text counts
-    probe.py        `probe_geometry`: the real processor confirms the counts, or they are called estimates
+    probe.py        a real processor run on sizes, for tests
 """
 
 from vlm_stream.keys import FAKE_IMAGE_SIZE
@@ -24,7 +24,7 @@ from vlm_stream.tokens.count import TokenColumns, count_tokens, counted_as, fake
 from vlm_stream.tokens.families import Processor, read_family
 from vlm_stream.tokens.frames import FrameRule, count_frames, frame_indices, make_video_metadata
 from vlm_stream.tokens.geometry import Geometry
-from vlm_stream.tokens.probe import encode_pixels, probe_geometry
+from vlm_stream.tokens.probe import encode_pixels
 from vlm_stream.tokens.rules.base import GUESSED_TOKENS
 from vlm_stream.tokens.rules.grids import smart_resize_image, smart_resize_video
 from vlm_stream.tokens.sizes import (
@@ -65,7 +65,6 @@ __all__ = [
     "join_columns",
     "make_columns",
     "make_video_metadata",
-    "probe_geometry",
     "read_family",
     "smart_resize_image",
     "smart_resize_video",

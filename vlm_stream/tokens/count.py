@@ -46,15 +46,7 @@ class TokenColumns:
 
 
 def count_tokens(columns: MediaColumns, geometry: Geometry) -> TokenColumns:
-    """Count what samples cost.
-
-    Args:
-        columns: Text counts and media sizes of n samples.
-        geometry: How media become tokens.
-
-    Returns:
-        Columns of n numbers.
-    """
+    """Count what n samples cost."""
     num_rows = len(columns.text_tokens)
     tokens = columns.text_tokens.astype(np.int64)
     vision, patches = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)

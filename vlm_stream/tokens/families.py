@@ -70,6 +70,10 @@ class _Part:
             value = getattr(self._part, name, None)
         return default if value is None else value
 
+    def ints(self, **names: str) -> dict[str, int]:
+        """Return whole numbers: fields of a rule, and the names of their settings."""
+        return {field: int(self.read(name)) for field, name in names.items()}
+
     def read_size(self, *names: str) -> int:
         """Return the first of these keys that the part's `size` (a dict or an object) holds."""
         size = self.read("size")
@@ -84,17 +88,14 @@ class _Part:
 
 
 def _image_part(processor: Any) -> _Part:
-    """Return the image processor."""
     return _Part(processor, "image_processor", "images_kwargs")
 
 
 def _video_part(processor: Any) -> _Part:
-    """Return the video processor."""
     return _Part(processor, "video_processor", "videos_kwargs")
 
 
 def _audio_part(processor: Any, name: str = "feature_extractor") -> _Part:
-    """Return the feature extractor."""
     return _Part(processor, name, "audio_kwargs")
 
 
@@ -118,8 +119,7 @@ def _read_pixel_limits(part: _Part) -> dict[str, int]:
 
 
 def _read_grid(part: _Part) -> dict[str, int]:
-    """Return patch and merge size."""
-    return {"patch_size": int(part.read("patch_size")), "merge_size": int(part.read("merge_size"))}
+    return part.ints(patch_size="patch_size", merge_size="merge_size")
 
 
 def _read_cap(part: _Part) -> int | None:
@@ -186,11 +186,8 @@ def _read_gemma3(processor: Any, family: str) -> Geometry:
     image = _image_part(processor)
     crops: dict[str, Any] = {}
     if image.read("do_pan_and_scan"):
-        crops = {
-            "max_crops": int(image.read("pan_and_scan_max_num_crops")),
-            "min_crop_size": int(image.read("pan_and_scan_min_crop_size")),
-            "min_ratio": float(image.read("pan_and_scan_min_ratio_to_activate")),
-        }
+        crops |= image.ints(max_crops="pan_and_scan_max_num_crops", min_crop_size="pan_and_scan_min_crop_size")
+        crops["min_ratio"] = float(image.read("pan_and_scan_min_ratio_to_activate"))
     patches = (image.read_size("height") // _VIT_PATCH) * (image.read_size("width") // _VIT_PATCH)
     rule = FixedImage(tokens_per_view=int(processor.image_seq_length), patches_per_view=patches, **crops)
     return Geometry(family=family, image=rule)
@@ -201,9 +198,7 @@ def _read_gemma4(processor: Any, family: str) -> Geometry:
 
     def budget(part: _Part) -> SoftBudget:
         return SoftBudget(
-            patch_size=int(part.read("patch_size")),
-            pooling_size=int(part.read("pooling_kernel_size")),
-            max_tokens=int(part.read("max_soft_tokens")),
+            **part.ints(patch_size="patch_size", pooling_size="pooling_kernel_size", max_tokens="max_soft_tokens")
         )
 
     rate = int(audio.read("sampling_rate", _DEFAULT_RATE))
@@ -211,8 +206,7 @@ def _read_gemma4(processor: Any, family: str) -> Geometry:
     if family == "gemma4_unified":
         hearing = ChunkedAudio(sampling_rate=rate, samples_per_token=int(audio.read("audio_samples_per_token")))
     else:
-        hop, length = int(audio.read("hop_length")), int(audio.read("frame_length"))
-        hearing = ConvolvedMel(sampling_rate=rate, hop_length=hop, frame_length=length)
+        hearing = ConvolvedMel(sampling_rate=rate, **audio.ints(hop_length="hop_length", frame_length="frame_length"))
     return Geometry(
         family=family,
         image=budget(image),
@@ -289,18 +283,12 @@ def _read_step3p7(processor: Any, family: str) -> Geometry:
 
 def _read_phi4(processor: Any, family: str) -> Geometry:
     image, audio = _image_part(processor), _audio_part(processor, "audio_processor")
-    seeing = PaddedTiles(
-        tile_size=image.read_size("height"),
-        patch_size=int(image.read("patch_size")),
-        max_tiles=int(image.read("dynamic_hd")),
-    )
+    tile = image.read_size("height")
+    seeing = PaddedTiles(tile_size=tile, **image.ints(patch_size="patch_size", max_tiles="dynamic_hd"))
     hearing = FilterBank(
         sampling_rate=int(audio.read("sampling_rate", _DEFAULT_RATE)),
-        hop_length=int(audio.read("hop_length")),
-        frame_length=int(audio.read("win_length")),
-        feature_stride=int(audio.read("audio_feat_stride")),
-        compression=int(audio.read("audio_compression_rate")),
-        downsampling=int(audio.read("audio_downsample_rate")),
+        **audio.ints(hop_length="hop_length", frame_length="win_length", feature_stride="audio_feat_stride"),
+        **audio.ints(compression="audio_compression_rate", downsampling="audio_downsample_rate"),
     )
     return Geometry(family=family, image=seeing, audio=hearing)
 

@@ -1,9 +1,7 @@
-"""THE rule by which frames are sampled: enter a clip's length and rate, leave frame numbers, or just how many.
+"""The one rule by which frames are sampled: a clip's length and rate enter, frame numbers or their count leave.
 
-Counting (planning, without opening a clip) and picking (decoding) are two faces of one rule and live in one file:
-`count_frames(...) == len(frame_indices(...))` always. Nobody else decides which frames are read.
-
-A clip never gives more frames than it has. What is missing to a whole temporal patch is filled by repeating the last.
+`count_frames(...) == len(frame_indices(...))` always: planning counts without opening a clip, decoding picks. A
+clip never gives more frames than it has; a temporal patch that lacks some is filled by repeating the last.
 """
 
 from __future__ import annotations

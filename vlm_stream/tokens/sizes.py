@@ -36,12 +36,10 @@ _SPLITS: Final = ("image_splits", "video_splits", "audio_splits")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSize:
-    """An image's header."""
+    """An image's header: pixels, as decoding gives them."""
 
     height: int
-    """Pixels, as decoding gives them."""
     width: int
-    """Pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +47,8 @@ class VideoSize:
     """A clip's header."""
 
     frames: int
-    """Frames in the file."""
     height: int
-    """Pixels."""
     width: int
-    """Pixels."""
     fps: float = 0.0
     """Frames per second; 0 if the file does not say."""
     seconds: float = 0.0
@@ -69,7 +64,6 @@ class AudioSize:
     samples: int
     """Samples of one channel."""
     rate: int
-    """Samples per second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,27 +71,22 @@ class MediaSizes:
     """All media of one sample, each kind in the order in which the conversation shows it."""
 
     images: tuple[ImageSize, ...] = ()
-    """Images."""
     videos: tuple[VideoSize, ...] = ()
-    """Videos."""
     audios: tuple[AudioSize, ...] = ()
-    """Sounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MediaColumns:
-    """Text counts and media sizes of n samples, straight from an index."""
+    """Text counts and media sizes of n samples, straight from an index; all splits are [n + 1]."""
 
     text_tokens: npt.NDArray[np.int64]
     """[n] Everything but embeddings, plus one for every medium: the rendered chat, marks around media, timestamps."""
     label_tokens: npt.NDArray[np.int64]
     """[n] How many of them are labels: the answers that are to be learned, with their stop tokens. -1: unknown."""
     image_splits: npt.NDArray[np.int64]
-    """[n + 1]"""
     image_sizes: npt.NDArray[np.int64]
     """[images, 2] Height and width, as stored."""
     video_splits: npt.NDArray[np.int64]
-    """[n + 1]"""
     video_sizes: npt.NDArray[np.int64]
     """[videos, 3] Frames, height and width, as stored."""
     video_fps: npt.NDArray[np.float64]
@@ -107,7 +96,6 @@ class MediaColumns:
     video_picked: npt.NDArray[np.int64]
     """[videos] Number of frames that the sample names itself (`frame_indices`, a frame list); 0: the rule samples."""
     audio_splits: npt.NDArray[np.int64]
-    """[n + 1]"""
     audio_sizes: npt.NDArray[np.int64]
     """[audios, 2] Samples and sampling rate."""
 

@@ -1,11 +1,9 @@
 """Exact text counts: a conversation and the sizes of its media enter, the tokens of everything but embeddings leave.
 
     text_tokens = tokens of the rendered chat + what the processor writes around media, one token for every medium
-    len(input_ids) = text_tokens + tokens of the media by geometry - number of media
 
-A medium's share by geometry is its embeddings alone, so `vision_tokens` equals the number of image and video tokens in
-`input_ids`. The conversation is rendered and tokenised once, as the processor's own `apply_chat_template` would do it:
-special tokens are added unless the template has written the first of them. No pixel is needed.
+The conversation is rendered and tokenised once, as the processor's own `apply_chat_template` would do it: special
+tokens are added unless the template has written the first of them. No pixel is needed.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class TextCounter:
         """
         self.processor = processor
         self.geometry = Geometry.from_processor(processor) if geometry is None else geometry
-        self._tokenizer = getattr(processor, "tokenizer", processor)
+        self._tokenizer: Any = getattr(processor, "tokenizer", processor)
         # Some classes lose their template when they are loaded from a folder; their tokenizer keeps it.
         own, spare = (getattr(part, "chat_template", None) for part in (processor, self._tokenizer))
         self._template = {"chat_template": spare} if own is None and spare is not None else {}
@@ -138,15 +136,7 @@ def count_text_tokens(
     sizes: MediaSizes = _NO_MEDIA,
     geometry: Geometry | None = None,
 ) -> int:
-    """Count one sample's text; exact with a processor, a guess without.
-
-    Use a `TextCounter` for more than a few samples.
-
-    Args:
-        conversation: Messages; media items may name anything.
-        processor: A transformers processor; None guesses one token for three characters.
-        sizes: Sizes of the sample's media.
-        geometry: The processor's geometry, if another sampling of frames is wanted than its own.
+    """Count one sample's text; exact with a processor, a guess without. Use a `TextCounter` for more than a few.
 
     >>> count_text_tokens([{"role": "user", "content": "eleven char"}])
     3

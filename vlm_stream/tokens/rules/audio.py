@@ -70,7 +70,6 @@ class FilterBank(_Frames):
     """Phi-4-multimodal: overlapping frames, compressed twice."""
 
     frame_length: int = 400
-    """Samples of a frame."""
     feature_stride: int = 1
     """Features of a frame."""
     compression: int = 8
@@ -90,7 +89,6 @@ class ConvolvedMel(_Frames):
     """Gemma-4: mel frames whose window holds only sound, halved twice; long clips are cut."""
 
     frame_length: int = 320
-    """Samples of a frame."""
     max_samples: int = 480000
     """Longer clips are cut."""
 
@@ -107,7 +105,6 @@ class ChunkedAudio(_Sound):
     """The unified Gemma-4: raw samples in chunks."""
 
     samples_per_token: int = 640
-    """Samples in a chunk."""
 
     def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
         """Count clips."""

@@ -114,7 +114,6 @@ class UnknownMedium:
     """A guess for media whose processor is not known; also what a medium costs that a processor cannot read."""
 
     tokens: int = GUESSED_TOKENS
-    """The guess."""
 
     def _guess(self, like: Ints) -> MediaCounts:
         return count_pieces(np.ones_like(like), self.tokens, self.tokens)

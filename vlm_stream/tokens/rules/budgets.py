@@ -20,7 +20,6 @@ class _Navit(TakesAnySize):
     """Kimi-K2.5: never enlarged, scaled down to a patch limit, padded to whole tokens."""
 
     patch_size: int = 14
-    """Pixels along a patch."""
     merge_size: int = 2
     """Patches along the square that becomes one token."""
     max_patches: int
@@ -73,7 +72,6 @@ class SoftBudget(TakesAnySize):
     """Images and frames of Gemma-4: as large as a budget of soft tokens allows, shape kept."""
 
     patch_size: int = 16
-    """Pixels along a patch."""
     pooling_size: int = 3
     """Patches along the square that becomes one token."""
     max_tokens: int = 280
@@ -109,11 +107,9 @@ class BudgetedImage(TakesAnySize):
     """Images of Nemotron-H-Omni: near their own patch grid, scaled into the limits."""
 
     patch_size: int = 16
-    """Pixels along a patch."""
     merge_size: int = 2
     """Patches along the square that becomes one token."""
     min_patches: int = 1024
-    """Least patches."""
     max_patches: int = 13312
     """Most patches; 0: no limit but the context."""
     context_tokens: int = 16384

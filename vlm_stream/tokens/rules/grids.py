@@ -100,13 +100,6 @@ def resize_clip(num_frames: Whole, height: Whole, width: Whole, temporal_factor:
     It differs from `smart_resize_video` in two points: a side below `factor` is scaled up first, and the number of
     frames is rounded half to even, not up.
 
-    Args:
-        num_frames: Frames of the clip.
-        height: Height of its frames.
-        width: Width of its frames.
-        temporal_factor: Frames in a temporal patch.
-        box: Factor, smallest and largest volume.
-
     >>> resize_clip(4, 5, 1000, 2, PixelBox(32, 131072, 786432))
     (32, 6240)
     """
@@ -167,7 +160,6 @@ class _Grid:
     """What all rules of this file know."""
 
     patch_size: int
-    """Pixels along a patch."""
     merge_size: int = 2
     """Patches along the square that becomes one token."""
     min_pixels: int
@@ -208,7 +200,6 @@ class FrameGrid(_Grid):
 
     patch_size: int = 14
     temporal_patch_size: int = 2
-    """Frames in a patch."""
     min_pixels: int = 100352
     max_pixels: int = 602112
     capped_tokens: int | None = None
@@ -235,7 +226,6 @@ class ClipGrid(_Grid):
 
     patch_size: int = 16
     temporal_patch_size: int = 2
-    """Frames in a patch."""
     min_pixels: int = 131072
     max_pixels: int = 786432
     capped_tokens: int | None = None
@@ -269,7 +259,6 @@ class ClipGridImage(_Grid):
 
     patch_size: int = 14
     temporal_patch_size: int = 2
-    """Frames in a patch."""
     min_pixels: int = 12544
     max_pixels: int = 47040000
 

@@ -37,7 +37,6 @@ class FixedImage(TakesAnySize):
     max_crops: int = 0
     """Most crops; 0: pan and scan is off."""
     min_crop_size: int = 256
-    """Least pixels along a crop."""
     min_ratio: float = 1.2
     """Images nearer to a square are not cropped."""
 
@@ -62,9 +61,7 @@ class FixedFrames(TakesAnySize):
     """Videos whose frames all cost the same."""
 
     tokens_per_frame: int
-    """Tokens of a frame."""
     patches_per_frame: int
-    """Patches of a frame."""
     tokens_per_video: int = 0
     """Tokens of the clip beside its frames."""
 
@@ -108,9 +105,7 @@ class TileGrid(TakesAnySize):
     """Images of InternVL: tiles, and an overview where there is more than one tile."""
 
     tile_size: int = 448
-    """Pixels along a tile."""
     min_tiles: int = 1
-    """Least tiles."""
     max_tiles: int = 12
     """Most tiles; 1: the image is not cut."""
     tokens_per_tile: int = 256
@@ -130,11 +125,8 @@ class PaddedTiles:
     """Images of Phi-4-multimodal: tiles without their padding, line ends, and an overview."""
 
     tile_size: int = 448
-    """Pixels along a tile."""
     patch_size: int = 14
-    """Pixels along a patch."""
     max_tiles: int = 36
-    """Most tiles."""
 
     def _fit(self, heights: Ints, widths: Ints) -> tuple[Ints, Ints, Floats, Floats]:
         """Return the tile grid, and the pixels of it that the image fills."""
@@ -186,7 +178,6 @@ class AnyresImage(TakesAnySize):
     pinpoints: tuple[tuple[int, int], ...]
     """Heights and widths of the canvases that an image may be laid on."""
     tile_size: int = 384
-    """Pixels along a tile."""
     tokens_per_tile: int = 729
     """Tokens of a tile, and of the overview."""
     max_tiles: int = 9
@@ -249,7 +240,6 @@ class RowCrops(TakesAnySize):
     """Images of SmolVLM: crops in rows and columns, then an overview; small ones are the overview alone."""
 
     crop_size: int = 364
-    """Pixels along a crop."""
     longest_side: int = 1456
     """Images are scaled to it."""
     tokens_per_crop: int = 169
@@ -305,19 +295,14 @@ class WindowCrops(TakesAnySize):
     """Images of Step-3.7: an overview, and windows over it where it is large or long."""
 
     view_size: int = 728
-    """Pixels along the overview."""
     window_size: int = 504
     """Pixels along a window, unless the image is thinner."""
     largest_side: int = 3024
     """Larger images are scaled down first."""
     tokens_per_view: int = 169
-    """Tokens of the overview."""
     tokens_per_window: int = 81
-    """Tokens of a window."""
     patches_per_view: int = 2704
-    """Patches of the overview."""
     patches_per_window: int = 1296
-    """Patches of a window."""
 
     def count_columns_and_rows(self, heights: Ints, widths: Ints) -> tuple[Ints, Ints]:
         """Return columns and rows of windows; 0 and 0 where the overview is enough."""
