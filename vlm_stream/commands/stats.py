@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _token_counter(processor: str) -> Callable[[MediaColumns], npt.NDArray[np.int64]]:
-    from vlm_stream.shards.counting import load_processor
+    from vlm_stream.shards import load_processor
     from vlm_stream.tokens import Geometry, count_tokens
 
     geometry = Geometry.from_processor(load_processor(processor))

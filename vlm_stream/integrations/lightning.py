@@ -271,7 +271,7 @@ def _progress(trainer: Any, *, of_new_epoch: bool = False) -> dict[str, Any]:
 
 def _settled(state: dict[str, str]) -> dict[str, str]:
     """Return the start of the next round for the end of one: Lightning stops without asking for the batch after it."""
-    from vlm_stream.stream.state import RunState
+    from vlm_stream.stream import RunState
 
     found = RunState.from_dict(state)
     if found.length is None or found.batches < found.length[1]:

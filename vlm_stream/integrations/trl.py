@@ -19,7 +19,7 @@ from vlm_stream.errors import ConfigError, MissingExtraError
 from vlm_stream.integrations import trainer_checks as checks
 from vlm_stream.integrations.transformers import StreamMixin
 from vlm_stream.loader import StreamLoader
-from vlm_stream.stream.processors import open_processor
+from vlm_stream.stream import open_processor
 
 try:
     from datasets import Dataset
