@@ -12,7 +12,7 @@ import torch
 from vlm_stream.encode import IGNORE, Encoder, build_labels_from_template
 from vlm_stream.errors import BadSampleError
 from vlm_stream.testing import FAMILIES, build_processor, make_toy_image
-from vlm_stream.testing.parts import transformers_class
+from vlm_stream.testing.processors import transformers_class
 from vlm_stream.testing.tokenizer import train_tokenizer
 
 TURN = (
