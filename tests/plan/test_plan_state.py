@@ -176,7 +176,7 @@ def test_damaged_states_are_refused(make):
             plan.steps(SHAPE, {**good, **spoil})
     with pytest.raises(StateError, match="The state has version None"):
         plan.steps(SHAPE, [])
-    for key in ("sources", "carry", "carry_distances", "delivered", "units_done", "terms"):
+    for key in ("sources", "carry", "distances", "delivered", "units_done", "terms"):
         broken = copy.deepcopy(good)
         del broken[key]
         with pytest.raises(StateError, match=f"The state is damaged .KeyError: '{key}'"):
@@ -191,7 +191,7 @@ def test_a_state_inside_a_step_behind_the_end_is_refused(make):
     state = state_in_the_middle(make)
     for source in state["sources"]:
         source["epoch"], source["position"] = 1, 0
-    state.update(carry=[[], []], carry_distances="", units_done=0, window_digest=None)
+    state.update(carry=[[], []], distances="", units_done=0, window_digest=None)
     with pytest.raises(StateError, match="stands inside a step, but the stream has no units left there"):
         next(make.planner(sources_of(make), CONFIG).steps(SHAPE, state))
 
@@ -301,8 +301,8 @@ def test_a_state_stays_small_at_the_worst_moment(make):
     """Three sources, full carry, holes left by a step of another shape, and a step that is open again."""
     rng = np.random.default_rng(0)
     lengths = lambda _, n: rng.integers(4200, 8000, n)  # noqa: E731  no two fit together: every pack is carried
-    sources = [make.source(f"a-rather-long-name-of-a-dataset-{k}", [10_000] * 300) for k in range(3)]
-    reader = CachedReader(make, lengths)
+    sources = [make.source(f"a-rather-long-name-of-a-dataset-{k}", [1000] * 300) for k in range(3)]
+    reader = CachedReader(make, lengths, 1000)
     mode = PackConfig(pack_size=8192)
     config = PlanConfig(window=4096, mode=mode, epochs=None, geometry="g" * 64)
     plan = Planner(sources, reader, config)
@@ -347,7 +347,7 @@ def test_the_digest_names_what_a_state_must_find_again(make, change, is_same):
 
 
 class CachedReader:
-    def __init__(self, make, lengths, size=10_000):
+    def __init__(self, make, lengths, size):
         self.columns = make.columns(lengths(None, size))
         self.join = make.join
 

@@ -217,7 +217,7 @@ def _read_shards(read: ColumnReader, number: int, spec: SourceSpec, shards: Sequ
         )
         raise DatasetError(
             f"The {which} of source '{spec.name}' has {len(columns.tokens)} samples, the manifest says {expected}; "
-            f"every position behind it would be wrong. Index the shard again or restore its manifest."
+            f"every position after it would be wrong. Index the shard again or restore its manifest."
         )
     return columns
 

@@ -20,7 +20,7 @@ from vlm_stream.plan.mixture import shares_of
 from vlm_stream.plan.order import Samples, SourceStream
 from vlm_stream.plan.queue import Cursor, Delivered, UnitQueue
 from vlm_stream.plan.resume import resume
-from vlm_stream.plan.state import Fingerprints, read_state, write_state
+from vlm_stream.plan.state import USUAL, Fingerprints, read_state, write_state
 from vlm_stream.plan.steps import Horizon, Step, next_horizon, steps_of
 from vlm_stream.plan.window import Terms, Window, WindowStart, epoch_at, plan_window
 
@@ -78,7 +78,7 @@ class Planner:
                 (s.spec.name, _short(f"{s.spec.digest}:{s.spec.sample_ratio!r}"), max(s.epoch_length, 1))
                 for s in self.streams
             ),
-            plan=self.config.stream_fields(),
+            plan={n: value for n, value in self.config.stream_fields().items() if n not in USUAL or value != USUAL[n]},
             geometry=self.config.geometry,
             text=self.config.text[:16],
         )

@@ -16,6 +16,7 @@ import numpy as np
 from vlm_stream.errors import ConfigError, StateError, nearest_name
 from vlm_stream.plan.order import concatenate
 from vlm_stream.plan.queue import Cursor
+from vlm_stream.plan.state import USUAL
 from vlm_stream.plan.units import sort_carried
 from vlm_stream.plan.window import WindowStart
 
@@ -78,11 +79,11 @@ def resume(
 
 
 def _check_plan(was: Fingerprints, now: Fingerprints, allow: Collection[str]) -> bool:
-    differs = [
-        f"{name} was {was.plan.get(name)!r} and is {now.plan.get(name)!r}"
+    pairs = {
+        name: tuple(each.plan.get(name, USUAL.get(name)) for each in (was, now))
         for name in sorted({*now.plan, *was.plan})
-        if was.plan.get(name) != now.plan.get(name)
-    ]
+    }
+    differs = [f"{name} was {old!r} and is {new!r}" for name, (old, new) in pairs.items() if old != new]
     if not differs:
         return False
     if was.plan.get("seed") != now.plan["seed"]:

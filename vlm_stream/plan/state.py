@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import itertools
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -32,12 +32,25 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
 
-__all__ = ["Fingerprints", "State", "read_state", "write_state"]
+__all__ = ["USUAL", "Fingerprints", "State", "read_state", "write_state"]
 
 VERSION = 3
 _MAX_UNITS = 1 << 26  # units of the open windows
 _MAX_CARRY = 1 << 20  # carried samples
 _MAX_LOW_BITS = 40  # of a distance
+
+# A state is small because usual values are left out. They belong to the version of the format: other defaults of the
+# config do not change them.
+USUAL: Final[dict[str, Any]] = {
+    "window": 4096,
+    "shuffle": True,
+    "mode.packing_ratio": 1.0,
+    "mode.long_samples": "drop",
+    "mode.alignment": 1,
+    "order.group_shards": 256,
+    "order.run_length": 1,
+}
+_USUAL_COSTS: Final = [1.0, 1.4e-5, 0.09, 1.5e-6]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +60,7 @@ class Fingerprints:
     sources: tuple[tuple[str, str, int], ...]
     """Name, digest and epoch length of each."""
     plan: dict[str, Any]
+    """Settings of the unit stream, without those that have their `USUAL` value."""
     geometry: str
     text: str
 
@@ -87,7 +101,7 @@ def write_state(cursor: Cursor, fingerprints: Fingerprints) -> dict[str, Any]:
             for (name, digest, length), at in zip(fingerprints.sources, window.positions, strict=True)
         ],
         "carry": counts,
-        "carry_distances": distances,
+        "distances": distances,
         "units_done": prefix,
         # Before its first unit, a window may still be planned in another way.
         "window_digest": cursor.window_digest if len(done) or cursor.begun else None,
@@ -117,14 +131,15 @@ def _write_terms(terms: Terms, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _write_begun(begun: Begun) -> dict[str, Any]:
-    return {
+    costs = list(astuple(begun.balance.costs))
+    values: dict[str, Any] = {
         "shape": [begun.shape.world_size, begun.shape.micro_batches, begun.shape.batch_size],
         "barrier": begun.balance.barrier,
         "horizon": begun.balance.horizon,
-        "costs": list(astuple(begun.balance.costs)),
         "steps_done": begun.steps_done,
         "micro_done": begun.micro_done,
     }
+    return values if costs == _USUAL_COSTS else {**values, "costs": costs}
 
 
 def pack_carry(window: WindowStart) -> tuple[list[list[int]], str]:
@@ -282,7 +297,7 @@ def _read(state: _Fields) -> State:
             name: source.count("epoch", 1 << 32) * length + source.count("position", length - 1)
             for name, length, source in zip(names, lengths, sources, strict=True)
         },
-        carry=unpack_carry(counts, state.text("carry_distances")),
+        carry=unpack_carry(counts, state.text("distances")),
         done=_read_done(state),
         window_digest=state.optional("window_digest", state.text),
         planned=state.count("planned"),
@@ -329,7 +344,8 @@ def _read_terms(terms: _Fields, sources: tuple[str, ...]) -> Terms:
 def _read_begun(begun: _Fields) -> Begun:
     world_size, micro_batches, batch_size = (_count("shape", n, 1 << 31, 1) for n in begun.items("shape"))
     shape = StepShape(world_size=world_size, micro_batches=micro_batches, batch_size=batch_size)
-    llm_linear, llm_square, vit_linear, vit_square = begun.items("costs", kinds=(int, float))
+    costs = begun.items("costs", kinds=(int, float)) if "costs" in begun else _USUAL_COSTS
+    llm_linear, llm_square, vit_linear, vit_square = costs
     balance = BalanceConfig(
         barrier=begun.text("barrier"),
         horizon=begun.count("horizon", 1 << 20, least=1),
