@@ -14,8 +14,7 @@ from vlm_stream.tokens import Geometry
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vlm_stream.format import Manifest
-    from vlm_stream.storage import Store
+    from vlm_stream.format import OpenDataset
     from vlm_stream.stream.options import StreamOptions
     from vlm_stream.stream.sources import SourceOptions
 
@@ -64,10 +63,10 @@ def open_planner(
     return datasets, planner, geometry
 
 
-def _stored_geometry(opened: Sequence[tuple[Store, Manifest]]) -> Geometry:
+def _stored_geometry(opened: Sequence[OpenDataset]) -> Geometry:
     found: list[Geometry] = []
-    for _, manifest in opened:
-        geometry = manifest.geometry
+    for dataset in opened:
+        geometry = dataset.manifest.geometry
         if geometry not in found:
             found.append(geometry)
     if len(found) > 1:
