@@ -242,7 +242,8 @@ class ShardIndex:
         """Add the samples up, for the manifest's entry of a tar of `num_bytes`."""
         media = self.columns
         (image_splits, images), (video_splits, videos), (audio_splits, audios) = media[4:]
-        per_sample = sum(np.diff(splits.astype(np.int64)) for splits in (image_splits, video_splits, audio_splits))
+        splits = np.stack([image_splits, video_splits, audio_splits]).astype(np.int64)
+        per_sample = np.diff(splits).sum(axis=0)
         rates = audios["rate"].astype(np.int64)
         heard = rates > 0
         return Totals(
@@ -279,7 +280,8 @@ def _media_of(table: pa.Table, where: str) -> ShardMedia:
             else (np.zeros(table.num_rows + 1, np.uint8), dict.fromkeys(fields, np.zeros(0, np.uint8)))
             for kind, fields in _MEDIA.items()
         ]
-        return ShardMedia(*(numbers_of(one_array(table.column(name))) for name in _COUNTS), *media)
+        offset, size, text, labels = (numbers_of(one_array(table.column(name))) for name in _COUNTS)
+        return ShardMedia(offset, size, text, labels, *media)
 
 
 def decode_index(data: bytes, *, where: str = "index", kinds: Sequence[str] = tuple(_MEDIA)) -> ShardIndex:
@@ -297,7 +299,13 @@ def decode_index(data: bytes, *, where: str = "index", kinds: Sequence[str] = tu
         names = members.values.field("name")
         begins = np.repeat(media.offset, np.diff(member_splits))
         return ShardIndex(
-            columns=ShardMedia(*map(_narrow, media[:4]), *map(_narrow_lists, media[4:])),
+            columns=ShardMedia(
+                _narrow(media.offset),
+                _narrow(media.size),
+                _narrow(media.text_tokens),
+                _narrow(media.label_tokens),
+                *map(_narrow_lists, media[4:]),
+            ),
             key_bytes=key_bytes,
             key_splits=_narrow(key_splits),
             crc32c=numbers_of(one_array(table.column("crc32c"))).copy(),
