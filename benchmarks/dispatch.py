@@ -2,10 +2,10 @@
 
     python benchmarks/dispatch.py [heavy] [lognormal] [media]
 
-`heavy`: 4 % of the batches take 1 s, the others 20 ms. `lognormal`: sigma 1.2 around 50 ms. Both sleep in `collate_fn`, 8
-workers; a batch's cost follows the length of its text, which the index knows. `media`: a real mixture of photographs and
-clips of 5 to 300 s, decoded and encoded for Qwen2.5-VL by 2 workers, against torch's DataLoader on the same stream, which
-gives batches to workers in turn. Times run from the first batch to the last: starting processes is not counted.
+`heavy`: 4 % of the batches take 1 s, the others 20 ms. `lognormal`: sigma 1.2 around 50 ms. Both sleep in `collate_fn`,
+8 workers; a batch's cost follows the length of its text, which the index knows. `media`: a real mixture of photographs
+and clips of 5 to 300 s, decoded and encoded for Qwen2.5-VL by 2 workers, against torch's DataLoader on the same stream,
+which gives batches to workers in turn. Times run from the first batch to the last: starting processes is not counted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What a run of real size takes: memory, time to the first batch, state. Indexes alone; batches are bytes.
 
-    python benchmarks/scale.py memory     10M samples in 2,000 shards, packed 8,192, 256 ranks x 8: loader and 4 builders
+    python benchmarks/scale.py memory     10M samples in 2,000 shards, packed, 256 ranks x 8: loader, 4 builders
     python benchmarks/scale.py first      the same data, one rank: first batch, local and on S3 with 30 ms a request
     python benchmarks/scale.py state      500M samples in 100,000 shards: first step, state, memory
 
-Shards have 5,000 samples of one or two images. Tars are files of zeros without blocks on disk; on S3 there are only those
-that the first batch reads. Every figure is from a fresh process with its imports done.
+Shards have 5,000 samples of one or two images. Tars are files of zeros without blocks on disk; on S3 there are only
+those that the first batch reads. Every figure is from a fresh process with its imports done.
 """
 
 from __future__ import annotations

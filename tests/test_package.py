@@ -43,6 +43,8 @@ def test_rooms_import_each_other_through_their_doors():
     past = []
     for name, tree in modules():
         own = name.split("/")[0]
+        if name == "testing/demo.py":  # plays the command line
+            continue
         for node in ast.walk(tree):
             parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
             if parts[:1] == ["vlm_stream"] and len(parts) > 2 and parts[1] in ROOMS and parts[1] != own:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from vlm_stream.blueprint import Planned
     from vlm_stream.build import Delivery
-    from vlm_stream.dispatch.pool import Listener, Pool
+    from vlm_stream.dispatch import Listener, Pool
     from vlm_stream.options import LoaderOptions
     from vlm_stream.pixels import DeviceFeed
     from vlm_stream.planning import Plan

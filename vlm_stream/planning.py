@@ -120,7 +120,7 @@ class _Counter:
 
     def __call__(self, source: int, shards: Sequence[int]) -> SampleColumns:
         with self.datasets.lock:
-            media, offset, size = self.datasets.opened[source].media(shards)
+            media, _, _ = self.datasets.opened[source].media(shards)
         counted = count_tokens(media, self.geometry)
         fake = np.where(_num_media(media) == 0, self.fake_tokens, 0)  # [n]
         is_ours = self.text and self.datasets.opened[source].manifest.tokens.template_sha256 == self.text
@@ -130,8 +130,6 @@ class _Counter:
             vision_patches=counted.vision_patches,
             vision_squares=counted.vision_squares,
             labels=media.label_tokens if is_ours else np.full(len(fake), -1, dtype=np.int64),
-            offset=offset,
-            num_bytes=size,
         )
 
     def specs(self, *, weigh_by: str) -> list[SourceSpec]:

@@ -68,7 +68,7 @@ def test_a_script_without_a_guard_starts_workers(tmp_path):
         "print(len(run(Numbers(), start_method='forkserver')[0]))\n"
     )
     done = subprocess.run(
-        [sys.executable, script, os.getcwd()], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, script, Path.cwd()], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.split() == [str(COUNT)], done.stderr
 

@@ -25,6 +25,13 @@ from vlm_stream.collate.documents import (
     document_mask_4d,
     thd_fields,
 )
+from vlm_stream.collate.estimate import (
+    estimate_image_tokens,
+    estimate_sample_length,
+    estimate_video_tokens,
+    extract_image_config,
+    extract_video_config,
+)
 from vlm_stream.collate.families import (
     COLLATE_FNS,
     Family,
@@ -85,6 +92,11 @@ __all__ = [
     "cu_seqlens",
     "default_collate_fn",
     "document_mask_4d",
+    "estimate_image_tokens",
+    "estimate_sample_length",
+    "estimate_video_tokens",
+    "extract_image_config",
+    "extract_video_config",
     "family_of",
     "gemma4_inject_thinking_prefix",
     "gemma4_prefix_collate_fn",

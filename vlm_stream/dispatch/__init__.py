@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from vlm_stream.dispatch.dispatcher import Dispatcher, DispatchOptions
 from vlm_stream.dispatch.inline import build_inline
+from vlm_stream.dispatch.pool import Listener, Pool
 from vlm_stream.dispatch.processes import ProcessPool
 
-__all__ = ["DispatchOptions", "Dispatcher", "ProcessPool", "build_inline"]
+__all__ = ["DispatchOptions", "Dispatcher", "Listener", "Pool", "ProcessPool", "build_inline"]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from vlm_stream.collate.estimate import (
+from vlm_stream.collate import (
     estimate_image_tokens,
     estimate_sample_length,
     estimate_video_tokens,

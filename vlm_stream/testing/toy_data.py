@@ -29,8 +29,7 @@ from vlm_stream.testing.toy_media import (
     make_png_with_alpha,
     make_toy_wave,
 )
-from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize
-from vlm_stream.tokens.probe import encode_pixels
+from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize, encode_pixels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
