@@ -1,9 +1,8 @@
-"""The loader: what a resume costs, what a window costs, whether memory grows, how soon the first batch comes.
+"""The loader: what a resume costs, what a window costs, whether memory grows.
 
-    python benchmarks/loader.py [resume] [window] [growth] [start]
+    python benchmarks/loader.py [resume] [window] [growth]
 
-Each figure is a ratio or a difference within one run. Data is made on the spot; `start` (`start.py`) runs a real S3
-server.
+Each figure is a ratio or a difference within one run. Data is made on the spot. Starts are in `scale.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.start import start
 
 from vlm_stream import StreamLoader, make_shards
 from vlm_stream.metrics import resident_bytes
@@ -77,9 +74,7 @@ def resume(folder: Path) -> None:
 
 
 def _steps(stream: VLMStream) -> Any:
-    from vlm_stream.stream import open_planner
-
-    _, planner, _ = open_planner(stream.sources, stream.options, stream.processor)
+    planner = stream.plan().planner
     assert isinstance(planner, Planner)
     return planner.steps(stream.options.shape(1))
 
@@ -124,7 +119,7 @@ def growth(folder: Path) -> None:
 
 def main() -> None:
     """Run the figures that were named, or all."""
-    figures = {"resume": resume, "window": window, "growth": growth, "start": start}
+    figures = {"resume": resume, "window": window, "growth": growth}
     for name in sys.argv[1:] or figures:
         print(f"{name}: {figures[name].__doc__}")
         folder = Path(tempfile.mkdtemp(prefix="vlm-stream-bench-"))

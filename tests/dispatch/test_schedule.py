@@ -102,10 +102,10 @@ def test_what_takes_long_is_begun_early():
     costs[200] = 1.5
     run = Simulation(costs, 2)
     run.run()
-    in_order = Simulation(costs, 2, estimates=[0.02] * 400)
-    assert in_order.run() >= run.now / (sum(costs) / 2)
-    begun_at = next(when for when in [run.now])
-    assert begun_at < sum(costs) / 2 * 1.05
+    assert run.now < sum(costs) / 2 * 1.03
+    blind = Simulation(costs, 2, estimates=[0.02] * 400, max_bytes=20)
+    blind.run()
+    assert blind.now > run.now + 0.5  # begun in its turn, it keeps all others waiting
 
 
 @settings(max_examples=60, deadline=None)
@@ -166,13 +166,3 @@ def test_a_stopped_builder_loses_its_batch_to_another_one():
     assert run.now < 200 * 0.05 / 3 + 1.0
     assert run.schedule.hung(run.now + 60) == [0]
 
-
-def test_a_result_that_cannot_be_used_is_built_again():
-    schedule = Schedule(1 << 20)
-    schedule.add_builder(0)
-    schedule.plan(0.1, 10, 1)
-    assert [move.number for move in schedule.moves(0.0)] == [0]
-    schedule.finish(0, 0, 0.1, result="broken", num_bytes=10, fetch_share=0.0)
-    schedule.drop_result(0)
-    assert not schedule.has_next
-    assert [move.number for move in schedule.moves(0.2)] == [0]

@@ -238,14 +238,14 @@ def test_batches_sent_ahead_do_not_move_the_state(toy_shards, processor):
 def test_a_worker_that_dies_repeats_nothing_that_was_sent_ahead(toy_shards, processor):
     expected = [batch["input_ids"] for batch in StreamLoader(toy_shards, processor=processor, pack_size=1024)]
     loader = StreamLoader(
-        toy_shards, processor=processor, pack_size=1024, num_workers=1, prefetch_batches=1, device="cpu"
+        toy_shards, processor=processor, pack_size=1024, num_workers=1, device="cpu"
     )
     loader._feed.depth = 1
     found = []
     for batch in loader:
         found.append(batch["input_ids"])
         if len(found) == 2:
-            os.kill(loader._pool.pids()[0], signal.SIGKILL)
+            os.kill(loader.worker_pids()[0], signal.SIGKILL)
     assert loader.metrics()["worker_restarts"] == 1
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 

@@ -39,8 +39,8 @@ def deliveries_by_step(shards, processor, world, **options):
     steps = defaultdict(list)
     for rank in range(world):
         stream = VLMStream(shards, processor=processor, rank=rank, world_size=world, **options)
-        for delivery in stream.deliveries():
-            steps[delivery.step].append(delivery)
+        for _, delivery in stream.deliveries():
+            steps[delivery.name.step].append(delivery)
     return steps
 
 
@@ -81,7 +81,7 @@ def test_a_step_without_any_labels_counts_one(toy_shards, processor, tmp_path):
     stream = VLMStream(toy_shards, processor=processor, mode="plain", rank=0, world_size=1)
     from vlm_stream.build.label_counts import add_item_count
 
-    batch = next(stream.deliveries()).batch
+    batch = next(stream.deliveries())[1].batch
     batch["labels"].fill_(-100)
     del batch["num_items_in_batch"]
     add_item_count(batch, 0, 0)

@@ -109,7 +109,7 @@ def harmless(deadly):
     [("CRASH", "SIGSEGV", 2), ("ABORT", "SIGABRT", 2), ("LEAVE", "exit code 7", 2), ("KILLED", "SIGKILL", 3)],
 )
 def test_a_sample_that_ends_its_worker_is_left_out(shards_with, deadly, caplog, word, said, deaths):
-    with caplog.at_level(logging.WARNING, logger="vlm_stream.workers"):
+    with caplog.at_level(logging.WARNING, logger="vlm_stream.dispatch.dispatcher"):
         lines = run(shards_with({13: word}), deadly, {"000000013"})
     line = lines["000000013"]
     assert line.stage == "decode"
@@ -129,7 +129,7 @@ def test_a_sample_on_which_workers_hang_is_left_out(shards_with, deadly):
 def test_deaths_by_samples_that_are_left_out_do_not_count_against_the_restarts(shards_with, deadly, caplog):
     killers = {2: "ABORT", 3: "CRASH", 11: "ABORT", 29: "LEAVE"}
     keys = {f"{number:09d}" for number in killers}
-    with caplog.at_level(logging.WARNING, logger="vlm_stream.workers"):
+    with caplog.at_level(logging.WARNING, logger="vlm_stream.dispatch.dispatcher"):
         run(shards_with(killers), deadly, keys, num_workers=1, max_restarts=1)
     assert len([record for record in caplog.records if "a new one goes on" in record.getMessage()]) == 8
 

@@ -50,7 +50,7 @@ def test_a_packed_batch_trains(toy_shards, processor, model):
 
 def test_rows_hold_exactly_the_planned_tokens(toy_shards, processor):
     stream = VLMStream(toy_shards, processor=processor, options=StreamOptions(pack_size=1024))
-    for delivery in stream.deliveries():
+    for _, delivery in stream.deliveries():
         assert not delivery.bad
         assert delivery.num_tokens == delivery.num_planned_tokens
 

@@ -116,10 +116,7 @@ def test_forged_checksums_end_in_a_sentence_or_in_a_place(text, toy_shards, proc
 
 
 def _plan(loader):
-    from vlm_stream.stream import open_planner
-
-    stream = loader.stream
-    return open_planner(stream.sources, stream.options, stream.processor)[1]
+    return loader.stream.plan().planner
 
 
 @settings(max_examples=100)

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from vlm_stream.dispatch.costs import CostModel
@@ -69,7 +69,6 @@ class _Builder:
     num_finished: int = 0
     settled_bytes: int = 0
     is_retiring: bool = False
-    hung_over: set[int] = field(default_factory=set)
 
 
 class Dispatcher:

@@ -123,10 +123,9 @@ class Schedule:
         """Let a builder be given batches."""
         self._builders[builder] = _Builder()
 
-    def retire_builder(self, builder: int) -> bool:
-        """Give it no more; tell whether it has nothing left to finish."""
+    def retire_builder(self, builder: int) -> None:
+        """Give it no more."""
         self._builders[builder].is_retiring = True
-        return not self._builders[builder].queue
 
     def remove_builder(self, builder: int) -> None:
         """Forget a builder; what it had goes to others."""
@@ -164,12 +163,6 @@ class Schedule:
         batch.is_done, batch.result = True, result
         self._num_finished += 1
         return True
-
-    def drop_result(self, number: int) -> None:
-        """Build a finished batch again: its result could not be used."""
-        batch = self._batches[number]
-        batch.is_done, batch.result = False, None
-        self._put_back(batch)
 
     def take(self, now: float) -> Any:
         """Hand out the next batch's result; it must be there."""
