@@ -206,7 +206,14 @@ class Plan:
     def _piece(self, ref: Ref, drawn: Drawn) -> Piece:
         whole = drawn.span
         span = whole if self.build.options.pixels else self.datasets.opened[ref.source].text_span(drawn)
-        return Piece(tuple(ref), drawn.key, whole.offset, span, drawn.sizes, tuple(name for name, *_ in whole.members))
+        return Piece(
+            (ref.source, ref.shard, ref.row),
+            drawn.key,
+            whole.offset,
+            span,
+            drawn.sizes,
+            tuple(name for name, *_ in whole.members),
+        )
 
     def _entry(self, note: Dropped) -> BadSample:
         (drawn,) = self.datasets.draw([note.ref])

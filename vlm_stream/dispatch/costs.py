@@ -99,4 +99,4 @@ class _Stage:
 
 def _features(work: Work) -> Floats:
     values = (1, work.samples, work.tokens, work.num_bytes, work.image_pixels, work.video_pixels)
-    return np.array(values, dtype=np.float64) / _SCALES
+    return np.asarray(np.array(values, dtype=np.float64) / _SCALES)

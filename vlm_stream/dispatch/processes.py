@@ -236,7 +236,7 @@ def _pickled(config: BuildConfig) -> bytes:
 
 def _preload(modules: list[str]) -> None:
     """Let the fork server import what builders need, unless the program has told it what to import."""
-    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    server = multiprocessing.forkserver._forkserver
     if getattr(server, "_preload_modules", ["__main__"]) == ["__main__"]:
         multiprocessing.set_forkserver_preload([name for name in modules if name != "__main__"])
 
