@@ -84,7 +84,8 @@ def test_a_lost_worker_changes_nothing_but_one_warning(toy_shards, processor, ca
             if len(batches) == 3:
                 os.kill(loader.worker_pids()[0], signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     assert equal(ids(batches), expected)
-    assert len([r for r in caplog.records if "a new one goes on" in r.getMessage()]) == 1
+    told = [r for r in caplog.records if "a new one takes its place" in r.getMessage()]
+    assert len(told) == 1 if how == "kill" else len(told) <= 1  # others may be done before it is given up
 
 
 @pytest.fixture

@@ -30,8 +30,14 @@ def test_an_unknown_name_is_an_attribute_error():
 
 PACKAGE = Path(vlm_stream.__file__).parent
 ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-ENVIRONMENT_READERS = {"allocator.py", "storage/credentials.py", "world.py"}
-"""What users tune memory with, credentials of stores, and the rank that a launcher gives."""
+ENVIRONMENT_READERS = {
+    "allocator.py",
+    "dispatch/processes.py",
+    "dispatch/worker.py",
+    "storage/credentials.py",
+    "world.py",
+}
+"""How users tune memory; what is passed on to workers; credentials of stores; the rank that a launcher gives."""
 
 
 def modules():

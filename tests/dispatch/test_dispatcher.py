@@ -75,7 +75,24 @@ def test_a_script_without_a_guard_starts_workers(tmp_path):
 
 def test_what_cannot_be_sent_to_workers_is_refused():
     with pytest.raises(ConfigError, match=r"cannot be sent to worker processes .*collate_fn at the top level"):
-        dispatch(Numbers({1: lambda: None}))
+        dispatch(Numbers({1: lambda: None}), start_method="spawn")
+
+
+def test_what_is_forked_may_hold_anything():
+    batches, _ = run(Numbers({1: lambda: None}), start_method="fork")
+    assert len(batches) == COUNT
+
+
+class Environment(Numbers):
+    def make(self, number):
+        return super().make(number) | {"found": os.environ.get("VLM_STREAM_TEST")}
+
+
+def test_workers_see_the_environment_as_it_is_when_they_start(monkeypatch):
+    run(Environment(), start_method="forkserver", num_workers=1)  # the server runs from here on
+    monkeypatch.setenv("VLM_STREAM_TEST", "new")
+    batches, _ = run(Environment(), start_method="forkserver", num_workers=1)
+    assert {batch["found"] for batch in batches} == {"new"}
 
 
 class Functions(Numbers):

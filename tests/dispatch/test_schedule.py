@@ -165,4 +165,3 @@ def test_a_stopped_builder_loses_its_batch_to_another_one():
     run.run(stop)
     assert run.now < 200 * 0.05 / 3 + 1.0
     assert run.schedule.hung(run.now + 60) == [0]
-

@@ -237,9 +237,7 @@ def test_batches_sent_ahead_do_not_move_the_state(toy_shards, processor):
 
 def test_a_worker_that_dies_repeats_nothing_that_was_sent_ahead(toy_shards, processor):
     expected = [batch["input_ids"] for batch in StreamLoader(toy_shards, processor=processor, pack_size=1024)]
-    loader = StreamLoader(
-        toy_shards, processor=processor, pack_size=1024, num_workers=1, device="cpu"
-    )
+    loader = StreamLoader(toy_shards, processor=processor, pack_size=1024, num_workers=1, device="cpu")
     loader._feed.depth = 1
     found = []
     for batch in loader:

@@ -20,7 +20,8 @@ def cached_files(folder, kind: str = "shard") -> list[Path]:
     return sorted(Path(folder).rglob(f"*.{kind}"))
 
 
-def _read_for_ever(shards, folder, options, started):
+def _read_for_ever(shards, folder, options, started, environment):
+    os.environ.update(environment)  # a fork server has that of its start
     with SpanReader(cache_options(folder), store_options=options) as reader:
         started.set()
         while True:
@@ -41,7 +42,7 @@ def kill_during_fill(shards, folder, options, num_kills: int, seed: int = 0) -> 
     num_parts_left = 0
     for _ in range(num_kills):
         started = context.Event()
-        child = context.Process(target=_read_for_ever, args=(shards, folder, options, started))
+        child = context.Process(target=_read_for_ever, args=(shards, folder, options, started, dict(os.environ)))
         child.start()
         assert started.wait(60)
         time.sleep(rng.random() * 0.3)

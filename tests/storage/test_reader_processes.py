@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 
 import pytest
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -14,7 +15,8 @@ from vlm_stream.storage import SpanReader, open_store
 _PATIENCE_S = 60
 
 
-def _read_in_child(reader, spans, out):
+def _read_in_child(reader, spans, out, environment):
+    os.environ.update(environment)  # a fork server has that of its start
     try:
         results = read(reader, enumerate(spans))
         out.put([{name: bytes(view) for name, view in result.items()} for _, result in results])
@@ -26,7 +28,7 @@ def _read_in_child(reader, spans, out):
 def _result_of_child(method, reader, spans):
     context = multiprocessing.get_context(method)
     out = context.Queue()
-    child = context.Process(target=_read_in_child, args=(reader, spans, out))
+    child = context.Process(target=_read_in_child, args=(reader, spans, out, dict(os.environ)))
     child.start()
     try:
         found = out.get(timeout=_PATIENCE_S)
@@ -62,8 +64,10 @@ def test_a_child_that_was_forked_after_a_remote_read_is_refused(s3_shards, local
 class _Samples(IterableDataset):
     def __init__(self, store, spans, options):
         self.store, self.spans, self.options = store, spans, options
+        self.environment = dict(os.environ)
 
     def __iter__(self):
+        os.environ.update(self.environment)
         info = get_worker_info()
         self.store.head(self.spans[0].path)
         mine = list(enumerate(self.spans))[info.id :: info.num_workers]

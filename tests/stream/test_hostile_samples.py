@@ -248,10 +248,10 @@ def marked(number: int) -> list[dict[str, Any]]:
 
 def test_what_nobody_has_thought_of_is_a_hole(tmp_path, processor, monkeypatch):
     write_trusting_shards(tmp_path, [(f"{number}", {"json": native(marked(number))}) for number in range(12)])
-    for name, options in (("encode", {}), ("encode_text", {"pixels": False})):
-        monkeypatch.setattr(RowBuilder, name, failing(getattr(RowBuilder, name), "MARKED"))
+    monkeypatch.setattr(RowBuilder, "encode", failing(RowBuilder.encode, "MARKED"))
+    for options in ({}, {"pixels": False}):
         for num_workers in (0, 1):
-            came, bad = stream(tmp_path, processor, num_workers=num_workers, **options)
+            came, bad = stream(tmp_path, processor, num_workers=num_workers, start_method="fork", **options)
             assert sorted(came) == sorted({str(number) for number in range(12)} - {"3", "8"})
             assert {(line.sample, line.stage, line.reason) for line in bad.values()} == {
                 ("3", "encode", "unexpected_error"),

@@ -131,7 +131,7 @@ def test_deaths_by_samples_that_are_left_out_do_not_count_against_the_restarts(s
     keys = {f"{number:09d}" for number in killers}
     with caplog.at_level(logging.WARNING, logger="vlm_stream.dispatch.dispatcher"):
         run(shards_with(killers), deadly, keys, num_workers=1, max_restarts=1)
-    assert len([record for record in caplog.records if "a new one goes on" in record.getMessage()]) == 8
+    assert len([record for record in caplog.records if "a new one takes its place" in record.getMessage()]) == 8
 
 
 def test_packed_rows_lose_nothing_else(shards_with, deadly):

@@ -50,7 +50,9 @@ def test_an_error_of_the_program_ends_the_run(toy_shards, processor, error, num_
     def fail(original, text, arguments):
         raise error("not the fault of a sample")
 
-    loader = StreamLoader(toy_shards, processor=changed(processor, fail), num_workers=num_workers, **PACKED)
+    loader = StreamLoader(
+        toy_shards, processor=changed(processor, fail), num_workers=num_workers, start_method="fork", **PACKED
+    )
     with pytest.raises(error):
         list(loader)
     assert loader.ledger.num_bad == 0

@@ -65,7 +65,14 @@ def test_a_function_of_the_users_encodes_in_the_worker(toy_shards):
         return {"bytes": [sum(map(len, sample.members.values())) for sample in rows]}
 
     loader = StreamLoader(
-        toy_shards, processor=None, mode="plain", batch_size=4, collate_fn=lengths, num_workers=1, shuffle=False
+        toy_shards,
+        processor=None,
+        mode="plain",
+        batch_size=4,
+        collate_fn=lengths,
+        num_workers=1,
+        start_method="fork",
+        shuffle=False,
     )
     expected = [sum(map(len, members.values())) for members in tar_contents(toy_shards).values()]
     assert [size for batch in loader for size in batch["bytes"]] == expected

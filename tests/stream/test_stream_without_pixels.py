@@ -111,7 +111,7 @@ def test_the_node_cache_is_not_filled(toy_shards, processor, s3_server, tmp_path
         pack_size=1024, pixels=False, cache_dir=str(tmp_path / "cache"), cache_bytes=64 * MIB, store=s3_server.options
     )
     deliveries = list(VLMStream(url, processor=processor, options=options).deliveries())
-    reads = deliveries[-1].reads
+    reads = deliveries[-1][1].reads
     assert (reads.samples, reads.cache_downloads, reads.cache_hits) == (60, 0, 0)
     assert reads.read_amplification <= 1.5
     assert not list(tmp_path.glob("cache/**/*.tar"))

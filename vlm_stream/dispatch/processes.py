@@ -61,7 +61,8 @@ class ProcessPool:
             ConfigError: The config cannot be sent to another process.
         """
         self._context: Any = multiprocessing.get_context(start_method or "forkserver")
-        self._config = _pickled(config)
+        # What is forked inherits the config, which then may hold what cannot be pickled.
+        self._config = config if self._context.get_start_method() == "fork" else _pickled(config)
         self._listener = listener
         self._workers: dict[int, _Worker] = {}
         self._numbers = itertools.count()
@@ -129,7 +130,7 @@ class ProcessPool:
 class _Worker:
     """One process, and the parent's end of its connection."""
 
-    def __init__(self, context: Any, number: int, config: bytes, report: Any) -> None:
+    def __init__(self, context: Any, number: int, config: bytes | BuildConfig, report: Any) -> None:
         self._number = number
         self._report = report
         self._why = ""
@@ -137,18 +138,21 @@ class _Worker:
         self._note = SampleNote(context)
         self._connection, theirs = context.Pipe()
         _connections.add(self._connection)
-        method = context.get_start_method()
-        parent = None if method == "forkserver" else os.getpid()
-        target = _serve_forked if method == "fork" else serve
-        self.process: Any = context.Process(
-            target=target, args=(theirs, self._note, parent), daemon=True, name="vlm-stream-worker"
-        )
-        with contextlib.nullcontext() if b"__main__" in config else _without_main():
+        self.outbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        parent = None if context.get_start_method() == "forkserver" else os.getpid()
+        arguments = [theirs, self._note, parent]
+        if isinstance(config, bytes):
+            self.outbox.put(("config", config, dict(os.environ)))
+            needs_main = b"__main__" in config
+        else:
+            arguments.append(config)
+            needs_main = True
+        target = serve if isinstance(config, bytes) else _serve_forked
+        self.process: Any = context.Process(target=target, args=arguments, daemon=True, name="vlm-stream-worker")
+        with contextlib.nullcontext() if needs_main else _without_main():
             self.process.start()
         theirs.close()
         self._blocks = BlockReader(self.process.pid)
-        self.outbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self.outbox.put(("config", config))
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._write, self._read)]
         for thread in self._threads:
             thread.start()
@@ -207,10 +211,10 @@ class _Worker:
             self._report(Finished(self._number, *rest))
 
 
-def _serve_forked(connection: Any, note: SampleNote, parent: int) -> None:
+def _serve_forked(connection: Any, note: SampleNote, parent: int, config: BuildConfig) -> None:
     for other in list(_connections):
         other.close()
-    serve(connection, note, parent)
+    serve(connection, note, parent, config)
 
 
 def say_exit(exit_code: int | None) -> str:
@@ -230,7 +234,8 @@ def _pickled(config: BuildConfig) -> bytes:
     except Exception as error:  # a class may fail in any way when it is taken apart
         raise ConfigError(
             f"processor, collate_fn and options cannot be sent to worker processes ({type(error).__name__}: {error}); "
-            f"define collate_fn at the top level of a module, give the processor by its name, or use num_workers=0"
+            f"define collate_fn at the top level of a module, give the processor by its name, or use "
+            f"start_method='fork' or num_workers=0"
         ) from error
 
 

@@ -1,6 +1,7 @@
 """A builder in a process of its own: the child's side of `processes.py`.
 
-It listens on one connection. Messages to it: `("config", bytes)` once, `("build", number, blueprint, skipped)`,
+It listens on one connection. Messages to it: `("config", bytes, environment)` once, unless it was forked,
+`("build", number, blueprint, skipped)`,
 `("drop", number)`, each with the blocks that the parent is done with. Messages from it: `("ready",)`, `("done", number,
 delivery, resident_bytes)`, `("failed", number or None, failure)`. A thread reads, so that bytes of the next batches are
 fetched while one is built, and the parent never waits for room.
@@ -35,24 +36,31 @@ __all__ = ["serve"]
 _POLL_S: Final = 1.0
 
 
-def serve(connection: Any, note: SampleNote, parent: int | None) -> None:
-    """Be a builder until the parent has gone. `parent` is its process id; None: a fork server stands between."""
+def serve(connection: Any, note: SampleNote, parent: int | None, config: Any = None) -> None:
+    """Be a builder until the parent has gone.
+
+    Args:
+        connection: This end of it.
+        note: Where samples are noted.
+        parent: Its process id; None: a fork server stands between.
+        config: What to build by; None: it comes as the first message.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     keep_freed_memory()
     try:
-        _serve(_Link(connection), note)
+        _serve(_Link(connection), note, config)
     except (EOFError, OSError):  # nobody is there to be told
         return
 
 
-def _serve(link: _Link, note: SampleNote) -> None:
+def _serve(link: _Link, note: SampleNote, config: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
     try:
-        builder = _open_builder(link.next(), note)
+        builder: Builder = (config or _receive_config(link)).open(note)
     except BaseException as error:
         link.send("failed", None, describe(error))
         link.wait()
@@ -71,17 +79,18 @@ def _serve(link: _Link, note: SampleNote) -> None:
         del message
 
 
-def _open_builder(message: tuple[Any, ...], note: SampleNote) -> Builder:
+def _receive_config(link: _Link) -> Any:
+    """Return what to build by. The environment is that of the trainer now, not when its fork server started."""
+    _, data, environment = link.next()
+    os.environ.update(environment)
     try:
-        config = pickle.loads(message[1])  # noqa: S301 - our parent's bytes
+        return pickle.loads(data)  # noqa: S301 - our parent's bytes
     except Exception as error:
         raise ConfigError(
             f"a worker process cannot load what it needs to build batches ({type(error).__name__}: {error}); define "
             f"collate_fn and processor classes in a module that can be imported, or use start_method='fork' or "
             f"num_workers=0"
         ) from error
-    builder: Builder = config.open(note)
-    return builder
 
 
 def _hear(link: _Link, builder: Builder, jobs: OrderedDict[int, tuple[Any, ...]]) -> None:
