@@ -164,19 +164,21 @@ def measure_memory(folder: Path) -> dict[str, Any]:
         lambda listener: ProcessPool(plan.build, listener),
         DispatchOptions(num_workers=4),
     )
-    peak = 0.0
+    peak, fresh = 0.0, 0.0
     state: dict[str, Any] = {}
     for last, _delivery in dispatcher:
+        fresh = fresh or min(resident(pid) for pid in dispatcher.pids())
         peak = max(peak, resident())
         state = last.state() or {}
-        if state["done"]["samples"] > 6_000_000:
+        if state["delivered"]["samples"] > 6_000_000:
             break
     builders = [resident(pid) for pid in dispatcher.pids()]
     seconds = time.perf_counter() - begin
     dispatcher.close()
     return {
         "loader MB above imports": round(peak - before),
-        "builders MB, private": [round(size) for size in builders],
+        "builders MB above one at its first batch": [round(size - fresh) for size in builders],
+        "a builder at its first batch, MB that it does not share": round(fresh),
         "state bytes": len(json.dumps(state)),
         "seconds": round(seconds),
     }
