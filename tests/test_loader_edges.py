@@ -309,3 +309,21 @@ def test_workers_start_with_the_first_batch(toy_shards, processor):
     assert loader.worker_pids() == []
     next(batches)
     assert len(loader.worker_pids()) == 1
+
+
+def test_the_number_of_workers_may_change_while_running(toy_shards, processor):
+    expected = keys(StreamLoader(toy_shards, processor=processor, **PACKED))
+    loader = StreamLoader(toy_shards, processor=processor, **PACKED)
+    came, workers = [], []
+    for number, batch in enumerate(loader):
+        came += keys([batch])
+        workers.append(len(loader.worker_pids()))
+        if number in (3, 7, 11):
+            loader.set_workers({3: 2, 7: 1, 11: 0}[number])
+    assert came == expected
+    assert workers[3] == 0
+    assert 2 in workers[4:8]
+    assert workers[-1] == 0
+    assert loader.metrics()["worker_restarts"] == 0
+    with pytest.raises(ConfigError, match="num_workers is -1"):
+        loader.set_workers(-1)

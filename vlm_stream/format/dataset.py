@@ -130,6 +130,7 @@ class OpenDataset:
         for begin in range(0, len(shards), _TOGETHER):
             group = range(begin, min(begin + _TOGETHER, len(shards)))
             self._each(fill, group, [shards[number] for number in group])
+        _trim_memory()
         return joined.columns, joined.offset, joined.size
 
     def draw(self, shard: int, rows: Sequence[int]) -> list[Drawn]:
@@ -183,9 +184,7 @@ class OpenDataset:
             ThreadPoolExecutor(min(_DECODING, len(shards))) as decoding,
             _system_memory(),
         ):
-            results = list(decoding.map(function, args, fetching.map(self._fetch, shards)))
-        _trim_memory()
-        return results
+            return list(decoding.map(function, args, fetching.map(self._fetch, shards)))
 
     def _fetch(self, shard: int) -> bytes | ShardIndex:
         """Return an index as it is kept, or its bytes, which are kept from then on."""
