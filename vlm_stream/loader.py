@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vlm_stream.build import UnknownLabels
-from vlm_stream.consumers import refuse_bare_lightning
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.iteration import Iteration
 from vlm_stream.ledger import Ledger
@@ -27,7 +26,7 @@ from vlm_stream.metrics import Meter, resident_bytes, serve_prometheus
 from vlm_stream.options import parse_keywords
 from vlm_stream.pixels import DEFAULT_DTYPE, DeviceFeed
 from vlm_stream.state import RunState
-from vlm_stream.stream import VLMStream
+from vlm_stream.stream import VLMStream, refuse_bare_lightning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -36,11 +36,13 @@ if TYPE_CHECKING:
     from vlm_stream.planning import Plan
     from vlm_stream.recipe import Sources
 
-__all__ = ["VLMStream"]
+__all__ = ["VLMStream", "refuse_bare_lightning"]
 
 _DEALERS: Final = ("IterableDatasetShard", "DataLoaderDispatcher")
 """accelerate's classes that give batches of one process to all processes, whole or cut by rows."""
 _MAX_CALLS_UP: Final = 8
+_LIGHTNING_CALLS_UP: Final = 4
+"""How far above its look at a loader a Lightning trainer is."""
 
 
 class VLMStream(IterableDataset[dict[str, Any]]):
@@ -227,4 +229,33 @@ def _refuse_wrong_consumers(caller: FrameType) -> None:
             "accelerate deals the batches of an IterableDataset out to all processes, and a VLMStream yields one "
             "rank's share already, so most batches would reach nobody; give the trainer a StreamLoader "
             "(accelerator.prepare leaves it as it is)"
+        )
+
+
+def refuse_bare_lightning(caller: FrameType | None) -> None:
+    """Refuse a Lightning trainer without `StreamCallback`: it saves and loads the place of a training loader wrongly.
+
+    Args:
+        caller: The frame in which a loader is iterated.
+
+    Raises:
+        ConfigError: It is Lightning's, and the trainer has no such callback.
+    """
+    if caller is None or not caller.f_globals.get("__name__", "").endswith(".connectors.data_connector"):
+        return
+    frame: FrameType | None = caller
+    for _ in range(_LIGHTNING_CALLS_UP):
+        if frame is None:
+            return
+        callbacks = getattr(frame.f_locals.get("trainer"), "callbacks", None)
+        if callbacks is None:
+            frame = frame.f_back
+            continue
+        if any(type(callback).__name__ == "StreamCallback" for callback in callbacks):
+            return
+        raise ConfigError(
+            "Lightning trains on this StreamLoader without its plug: it would save the place of a batch that it has "
+            "not trained on and start the first epoch again where it resumes; pass "
+            "Trainer(callbacks=[vlm_stream.integrations.lightning.StreamCallback()]), or install this package, so "
+            "that Lightning finds it"
         )

@@ -79,7 +79,7 @@ def test_a_batch_without_labels_is_divided_by_the_count_of_its_step(toy_shards, 
 def test_a_step_without_any_labels_counts_one(toy_shards, processor, tmp_path):
     """A count of 0 would make its loss NaN."""
     stream = VLMStream(toy_shards, processor=processor, mode="plain", rank=0, world_size=1)
-    from vlm_stream.build.label_counts import add_item_count
+    from vlm_stream.build.delivery import add_item_count
 
     batch = next(stream.deliveries())[1].batch
     batch["labels"].fill_(-100)

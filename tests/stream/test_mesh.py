@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.mesh import find_mesh_rank
+from vlm_stream.world import find_mesh_rank
 
 WORLD = 16
 FLAT = "ignore:Slicing a flattened dim:FutureWarning"

@@ -4,15 +4,14 @@ Enters: a `BuildConfig` and blueprints. Leaves: a `Delivery` for each. It must n
 processes.
 
 In the order the data meets them: `builder.py` (fetch, encode, join, report), `rows.py` (samples, holes and fillers; the
-same without a processor), `collators.py` (packed, padded, or the user's), `label_counts.py` (what a loss is divided
-by), `delivery.py`.
+same without a processor), `collators.py` (packed, padded, or the user's),
+`delivery.py` (what leaves; what a loss is divided by).
 """
 
 from __future__ import annotations
 
 from vlm_stream.build.builder import BuildConfig, Builder, Watch
-from vlm_stream.build.delivery import Delivery
-from vlm_stream.build.label_counts import ITEM_COUNT, UnknownLabels
+from vlm_stream.build.delivery import ITEM_COUNT, Delivery, UnknownLabels
 from vlm_stream.build.rows import RawSample
 
 __all__ = ["ITEM_COUNT", "BuildConfig", "Builder", "Delivery", "RawSample", "UnknownLabels", "Watch"]

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from vlm_stream.build.collators import make_collator
-from vlm_stream.build.delivery import Delivery
-from vlm_stream.build.label_counts import add_item_count
+from vlm_stream.build.delivery import Delivery, add_item_count
 from vlm_stream.build.rows import RawRows, RowBuilder
 from vlm_stream.encode import IGNORE, Encoder
 from vlm_stream.errors import BadSampleError, blame_sample

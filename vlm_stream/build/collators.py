@@ -205,7 +205,7 @@ def _padded(sample: dict[str, Any], key: str, length: int, fill: int) -> torch.T
 def _with_safe_loss(batch: dict[str, Any]) -> dict[str, Any]:
     """Keep the loss of a batch without any label at zero: transformers would divide by no labels and return NaN.
 
-    Where the labels of the whole step are known, these take the place of the 1 (see `label_counts.py`).
+    Where the labels of the whole step are known, these take the place of the 1 (see `delivery.py`).
     """
     if not (batch["labels"] != IGNORE).any():
         batch["num_items_in_batch"] = torch.ones((), dtype=torch.long)

@@ -3,9 +3,8 @@
 Enters: blueprints in plan order. Leaves: deliveries in the same order. It must not know plans, samples or tensors.
 
 `dispatcher.py` (threads, losses, errors) asks `schedule.py` (which batch next, by whom) with the estimates of
-`costs.py`, and gives work to a pool (`pool.py`, the interface): `processes.py` with `worker.py` (the child's side),
-`blocks.py`, `allocator.py` (its memory) and `note.py` (what it works on). `inline.py` builds without any of it, in this
-process.
+`costs.py`, and gives work to a pool (`pool.py`, the interface): `processes.py` with `worker.py` (the child's side).
+`inline.py` builds without any of it, in this process.
 """
 
 from __future__ import annotations

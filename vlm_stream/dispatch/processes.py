@@ -1,7 +1,7 @@
 """Builders in processes of this machine.
 
-A process shares one duplex connection with its parent, its blocks of memory (`blocks.py`), a note of its sample
-(`note.py`), and nothing else: no queue, lock or event, which a killed process would keep for ever. The end of the
+A process shares one duplex connection with its parent, its blocks of memory (`blocks.py`), a note of its sample,
+and nothing else: no queue, lock or event, which a killed process would keep for ever. The end of the
 connection is the sign of a death, on both sides. Two threads for each process read and write, so that half a message,
 or a process that does not listen, blocks nobody.
 
@@ -31,9 +31,8 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.blocks import BlockReader
-from vlm_stream.dispatch.note import SampleNote
 from vlm_stream.dispatch.pool import Finished, Joined, Lost
-from vlm_stream.dispatch.worker import serve
+from vlm_stream.dispatch.worker import SampleNote, serve
 from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -24,16 +24,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.allocator import keep_freed_memory
 from vlm_stream.blocks import BlockPool, offer_blocks
-from vlm_stream.dispatch.pool import Failure
+from vlm_stream.dispatch.pool import Failure, Noted
 from vlm_stream.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
+    from vlm_stream.blueprint import SampleRef
     from vlm_stream.build import Builder
-    from vlm_stream.dispatch.note import SampleNote
 
-__all__ = ["serve"]
+__all__ = ["SampleNote", "serve"]
 
 _POLL_S: Final = 1.0
+_IDLE: Final = -1
 
 
 def serve(connection: Any, note: SampleNote, parent: int | None, config: Any = None) -> None:
@@ -102,6 +103,33 @@ def _hear(link: _Link, builder: Builder, jobs: OrderedDict[int, tuple[Any, ...]]
             jobs[number] = (blueprint, builder.begin(blueprint), skipped)
         elif number in jobs:
             jobs.pop(number)[1].cancel()
+
+
+class SampleNote:
+    """Which sample a process is working on, in numbers that outlive it: a decoder can end its process, or never return.
+
+    They lie in memory that the process shares with its parent, without a lock. A note may be sent to a process that is
+    started with it.
+    """
+
+    def __init__(self, context: Any) -> None:
+        """Share four numbers: when the sample was begun, and its ref."""
+        self._numbers = context.RawArray("q", [_IDLE, 0, 0, 0])
+
+    def begin(self, ref: SampleRef) -> None:
+        """Write down a sample; when it was begun comes last, so that nobody reads half of a ref."""
+        self.end()
+        self._numbers[1:4] = ref
+        self._numbers[0] = time.monotonic_ns()
+
+    def end(self) -> None:
+        """Write down that no sample is worked on."""
+        self._numbers[0] = _IDLE
+
+    def read(self) -> Noted | None:
+        """Return the sample that is, or was, worked on."""
+        begun, source, shard, row = self._numbers[:]
+        return None if begun == _IDLE else Noted((source, shard, row), (time.monotonic_ns() - begun) / 1e9)
 
 
 class _Link:

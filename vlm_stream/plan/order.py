@@ -16,7 +16,7 @@ import numpy as np
 from vlm_stream.errors import DatasetError
 from vlm_stream.plan.balance import vit_cost
 from vlm_stream.plan.randomness import Key, permutation
-from vlm_stream.ragged import take_rows
+from vlm_stream.plan.values import take_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

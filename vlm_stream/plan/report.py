@@ -16,8 +16,7 @@ import numpy as np
 
 from vlm_stream.errors import InputError
 from vlm_stream.plan.pack import packs_lower_bound
-from vlm_stream.plan.values import PackConfig
-from vlm_stream.ragged import take_rows
+from vlm_stream.plan.values import PackConfig, take_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -17,8 +17,7 @@ import numpy as np
 
 from vlm_stream.plan.balance import assign
 from vlm_stream.plan.queue import Begun, Delivered
-from vlm_stream.plan.values import Ref
-from vlm_stream.ragged import take_rows
+from vlm_stream.plan.values import Ref, take_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

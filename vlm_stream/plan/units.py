@@ -18,8 +18,7 @@ import numpy as np
 from vlm_stream.plan.order import Samples
 from vlm_stream.plan.pack import argsort_small, best_fit_decreasing
 from vlm_stream.plan.randomness import Key, permutation
-from vlm_stream.plan.values import Dropped, GroupConfig, PackConfig, PlainConfig, Ref
-from vlm_stream.ragged import take_rows
+from vlm_stream.plan.values import Dropped, GroupConfig, PackConfig, PlainConfig, Ref, take_rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    Ints = npt.NDArray[np.int64]
+
 __all__ = [
     "BalanceConfig",
     "ColumnReader",
@@ -36,6 +38,7 @@ __all__ = [
     "SampleColumns",
     "SourceSpec",
     "StepShape",
+    "take_rows",
 ]
 
 _WEIGH_BY = ("samples", "size", "tokens")
@@ -355,3 +358,18 @@ def _check_long(rule: str) -> None:
 def _check_at_least_one(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise ConfigError(f"mode.{name} is {value}; no unit could hold a sample. Give 1 or more.")
+
+
+def take_rows(splits: Ints, rows: Ints) -> tuple[Ints, Ints]:
+    """Return the entries of some rows of a ragged array, row after row, and the splits of these.
+
+    Row r owns the entries `splits[r]:splits[r + 1]`.
+
+    >>> take_rows(np.array([0, 2, 3, 6]), np.array([2, 0]))
+    (array([3, 4, 5, 0, 1]), array([0, 3, 5]))
+    """
+    begins = splits[rows]
+    sizes = splits[rows + 1] - begins
+    taken = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=taken[1:])
+    return np.arange(taken[-1]) + np.repeat(begins - taken[:-1], sizes), taken
