@@ -55,9 +55,9 @@ class Meter:
         """Return everything so far."""
         elapsed = max(time.monotonic() - self._begin, 1e-9)
         counts, batches = self._counts, max(self._counts["batches"], 1)
-        wanted, read, requests, num_read = (
+        wanted, read, requests, retries, num_read = (
             sum(getattr(totals, name) for totals in self._reads.values())
-            for name in ("bytes_wanted", "bytes_read", "requests", "samples")
+            for name in ("bytes_wanted", "bytes_read", "requests", "retries", "samples")
         )
         numbers: dict[str, float] = {
             "step": self._newest_step,
@@ -74,6 +74,7 @@ class Meter:
             "requests_per_sample": requests / max(num_read, 1),
             "bytes_read": read,
             "read_amplification": read / max(wanted, 1),
+            "retries": retries,
         }
         if pack_size is not None:
             numbers["fill"] = counts["tokens"] / (pack_size * max(counts["rows"], 1))
