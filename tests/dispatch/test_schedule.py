@@ -125,6 +125,12 @@ def test_every_batch_comes_once_in_order_within_the_limit(costs, noise, num_buil
     assert run.schedule.is_empty
 
 
+def test_a_batch_that_was_begun_past_the_limit_leaves_nothing_behind():
+    costs = [1.0] * 6 + [2.0, 1.0, 2.0, 1.0, 1.0]
+    estimates = [cost * (0.25 if number % 2 else 4) for number, cost in enumerate(costs)]
+    Simulation(costs, 1, max_bytes=1, estimates=estimates).run()
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), costs=st.lists(st.floats(0.005, 0.5), min_size=10, max_size=80))
 def test_builders_that_come_go_and_stop_lose_nothing(data, costs):

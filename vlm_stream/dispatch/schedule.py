@@ -236,7 +236,7 @@ class Schedule:
         interval = self._interval or self._guess_interval(batch.seconds)
         if not 0.8 < interval / (self._heap_interval or interval) < 1.25 or not self._heap_interval:
             self._heap_interval = interval
-            numbers = {number for _, number in self._waiting}
+            numbers = {number for _, number in self._waiting if self._is_waiting(number)}
             self._waiting = [(self._urgency(self._batches[number]), number) for number in numbers]
             heapq.heapify(self._waiting)
         heapq.heappush(self._waiting, (self._urgency(batch), batch.number))
