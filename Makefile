@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 BENCH  := .venv-bench
 AUTOMODEL := .venv-automodel
 
-.PHONY: demo test trainers check format clean bench bench-full bench-setup automodel-setup
+.PHONY: demo test trainers trainers-quick check format clean bench bench-full bench-setup automodel-setup
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python -m vlm_stream.testing.demo --out demo-out
@@ -16,11 +16,12 @@ demo: $(VENV)/.installed-demo
 test: $(VENV)/.installed-dev $(VENV)/.system
 	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not trainers'
 
-# Each trainer once, in real processes that are killed and resumed: within 15 minutes on two cores.
-trainers: $(VENV)/.installed-dev
+# Each trainer in real processes that are killed and resumed, some 17 minutes on two cores; `trainers-quick`, part of CI,
+# leaves out examples from the command line and further ways to start, and takes about half of that.
+trainers trainers-quick: $(VENV)/.installed-dev
 	@$(MAKE) --no-print-directory $(AUTOMODEL)/.installed || \
 		echo "NeMo Automodel could not be installed: the tests with its recipe are skipped"
-	$(BIN)/python -m pytest -m trainers
+	$(BIN)/python -m pytest -m 'trainers$(if $(filter %-quick,$@), and not slow)'
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -29,6 +29,7 @@ def test_the_example_conforms(conformance_data, tmp_path):
     assert set(report.results.values()) == {"yes"}
 
 
+@pytest.mark.slow
 @pytest.mark.trainers
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_batch_of_a_bare_stream_is_cut_or_lost_in_silence(run, world):
@@ -99,6 +100,7 @@ def test_other_ranks_than_the_accelerators_are_refused(run):
         register(accelerator, run.loader(rank=0, world_size=2))
 
 
+@pytest.mark.slow
 @pytest.mark.trainers
 def test_the_example_runs_from_the_command_line(run, tmp_path, monkeypatch, capsys):
     build_tiny_model("qwen2_5_vl", run.processor()).save_pretrained(tmp_path / "model")

@@ -39,6 +39,7 @@ def test_ddp_conforms(tmp_path, conformance_data):
     assert set(report.results.values()) == {"yes"}
 
 
+@pytest.mark.slow
 @pytest.mark.trainers
 def test_processes_that_lightning_spawns_get_their_own_data(tmp_path, conformance_data):
     run = Run(data=conformance_data, folder=tmp_path / "checkpoints", records=tmp_path / "records", max_steps=2)
@@ -47,6 +48,7 @@ def test_processes_that_lightning_spawns_get_their_own_data(tmp_path, conformanc
     assert not compare_batches(records.train, want, whole=True)
 
 
+@pytest.mark.slow
 @pytest.mark.trainers
 def test_peers_of_model_parallelism_get_the_same_data_or_a_sentence(tmp_path, conformance_data):
     run = Run(data=conformance_data, folder=tmp_path / "checkpoints", records=tmp_path / "peers")
@@ -58,6 +60,7 @@ def test_peers_of_model_parallelism_get_the_same_data_or_a_sentence(tmp_path, co
         launch("tests.integrations.lightning_trainers:peers_without_mesh", run, world=2)
 
 
+@pytest.mark.slow
 @pytest.mark.trainers
 def test_the_example_runs_with_processes_that_lightning_starts(tmp_path, conformance_data):
     """Its environment tells the number of processes and not the rank."""

@@ -20,6 +20,7 @@ def test_the_example_conforms(conformance_data, tmp_path):
     assert set(report.results.values()) == {"yes"}
 
 
+@pytest.mark.slow
 def test_ray_restores_a_killed_worker_and_a_loader_from_the_driver_goes_on(conformance_data, tmp_path):
     run = Run(
         data=conformance_data, folder=tmp_path / "checkpoints", records=tmp_path / "records", save_after=2, max_steps=4

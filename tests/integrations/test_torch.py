@@ -19,6 +19,7 @@ def test_an_example_conforms(conformance_data, tmp_path, name, num_workers):
     assert set(report.results.values()) == {"yes"}
 
 
+@pytest.mark.slow
 @pytest.mark.trainers
 @pytest.mark.parametrize("example", ["ddp", "fsdp2"])
 def test_an_example_runs_from_the_command_line(conformance_data, tmp_path, example):

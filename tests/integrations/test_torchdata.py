@@ -146,6 +146,7 @@ def test_a_stateful_loader_with_a_batch_size_is_refused(conformance_data):
         next(iter(StatefulDataLoader(open_stream(conformance_data), batch_size=2)))
 
 
+@pytest.mark.slow
 @pytest.mark.trainers
 def test_workers_of_a_dataloader_know_their_rank_however_they_were_started(tmp_path, conformance_data):
     folder = tmp_path / "taken"

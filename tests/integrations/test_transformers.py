@@ -279,6 +279,7 @@ def test_the_evaluation_loss_is_the_mean_over_all_labels(make_loader, make_model
     assert trainer.predict(loaders["a"]).metrics["test_loss"] == pytest.approx(first["eval_a_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.trainers
 def test_two_ranks_evaluate_like_one(conformance_data, tmp_path):
     run = Run(data=conformance_data, folder=tmp_path / "out", records=tmp_path / "records", evaluations=1)
@@ -296,6 +297,7 @@ def test_other_datasets_are_left_to_trainer(make_loader, make_model, tmp_path):
     assert sorted(model.seen) == sorted(3 * tokens(batches))
 
 
+@pytest.mark.slow
 @pytest.mark.trainers
 def test_the_example_runs_from_the_command_line(conformance_data, make_model, processor, tmp_path, monkeypatch, capsys):
     make_model().save_pretrained(tmp_path / "model")

@@ -154,6 +154,7 @@ def test_adapters_train(make_loader, processor, tmp_path):
     assert logged(again, "loss") == pytest.approx(logged(trainer, "loss"), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.trainers
 def test_the_example_runs_from_the_command_line(conformance_data, processor, tmp_path, monkeypatch, capsys):
     build_tiny_model("qwen2_5_vl", processor).save_pretrained(tmp_path / "model")
