@@ -137,7 +137,7 @@ def test_a_sample_is_not_blamed_for_the_time_that_others_took():
     with pytest.raises(
         WorkerError, match=r"has finished nothing for .* while it worked on row 7 of shard 1 of source 0"
     ):
-        run(Numbers({7: hang}, begin_s=2.0), hang_s=3.0, max_restarts=1)
+        run(Numbers({7: hang}, begin_s=2.5), hang_s=4.0, max_restarts=1, num_workers=1)
 
 
 def test_a_sample_that_hangs_is_left_out(caplog):
