@@ -134,7 +134,7 @@ def measure_kills(num_kills: int = 50) -> None:
     """Print what came otherwise, how long the loader waited, and what was left behind."""
     with tempfile.TemporaryDirectory() as name:
         draw = random.Random(0)
-        shards = make_texts(Path(name), [0.2 + 0.2 * draw.random() for _ in range(NUM_BATCHES)])
+        shards = make_texts(Path(name), [0.2 + 0.2 * draw.random() for _ in range(NUM_BATCHES // 2)])
         options: dict[str, Any] = {"processor": None, "mode": "plain", "collate_fn": sleep_by_text, "with_refs": True}
         expected = [planned.blueprint.rows[0][0].key for planned in _planned(shards, options)]
         loader = StreamLoader(shards, num_workers=4, max_restarts=10 * num_kills, **options)
