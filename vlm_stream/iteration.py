@@ -139,7 +139,7 @@ class Iteration:
     def _make(self, state: dict[str, Any] | None, options: LoaderOptions) -> None:
         self._making = _Making(self._open_plan, self.world, state, options, self._feed)
         # Also at the exit of the interpreter, before the modules that closing needs are taken apart.
-        self._end = weakref.finalize(self, self._making.close)
+        self._end = weakref.finalize(self, _end, self._making, self._owner)
 
     def set_workers(self, options: LoaderOptions, state: dict[str, Any] | None) -> None:
         """Go on with the number of workers in `options`; `state` is that of the plan after the last batch."""
@@ -194,6 +194,10 @@ class Iteration:
             self._stop()
 
     def _stop(self) -> None:
-        dispatcher = self.dispatcher
         self._end()
-        self._owner._stopped(0 if dispatcher is None else dispatcher.num_restarts)
+
+
+def _end(making: _Making, owner: Owner) -> None:
+    """End the builders, also those of an iteration that was dropped, and tell the owner."""
+    making.close()
+    owner._stopped(0 if making.dispatcher is None else making.dispatcher.num_restarts)
