@@ -54,12 +54,16 @@ class Numbers:
     def make(self, number):
         return {"number": number, "pid": os.getpid()}
 
+    def fetch(self, number):
+        pass
+
 
 class NumberBuilder:
     def __init__(self, config, watch):
         self.config, self.watch = config, watch
 
-    def begin(self, _blueprint):
+    def begin(self, blueprint):
+        self.config.fetch(blueprint.name.step)
         return Reading()
 
     def finish(self, blueprint, _reading, skipped):

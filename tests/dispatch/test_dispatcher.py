@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.dispatch.jobs import COUNT, Numbers, dispatch, plan, run
-from vlm_stream.errors import ConfigError, WorkerError
+from vlm_stream.errors import ConfigError, StorageError, WorkerError
 
 KILLED = "died (SIGKILL, often the out-of-memory killer)"
 
@@ -184,6 +184,22 @@ def test_an_error_comes_in_its_turn():
     dispatcher.close()
 
 
+class Unreachable(Numbers):
+    def fetch(self, number):
+        if number == 5:
+            raise StorageError("no request would ever end here")
+
+
+def test_an_error_of_fetching_comes_in_its_turn():
+    dispatcher = dispatch(Unreachable())
+    for number in range(5):
+        assert next(dispatcher)[1].batch["number"] == number
+    with pytest.raises(StorageError, match="no request would ever end here"):
+        next(dispatcher)
+    dispatcher.close()
+    assert dispatcher.num_restarts == 0
+
+
 def test_an_error_that_cannot_travel_arrives_as_text():
     with pytest.raises(WorkerError, match=r"(?s)a worker failed.*StubbornError: boom"):
         run(Numbers({5: fail_stubbornly}))
@@ -294,6 +310,17 @@ def test_the_number_of_workers_may_change():
     assert len({pids[number] for number in range(60, 110)}) > 1
     assert len({pids[number] for number in range(185, 200)}) == 1
     assert dispatcher.num_restarts == 0
+
+
+def test_workers_that_are_no_longer_wanted_when_they_come_are_let_go():
+    dispatcher = dispatch(Numbers(seconds=0.02), count=150, num_workers=1)
+    next(dispatcher)
+    dispatcher.set_workers(4)
+    dispatcher.set_workers(1)
+    pids = [delivery.batch["pid"] for _, delivery in dispatcher]
+    dispatcher.close()
+    assert len(pids) == 149
+    assert len(set(pids[-20:])) == 1
 
 
 HELD = []

@@ -138,9 +138,7 @@ class Dispatcher:
         """Build with so many builders from now on."""
         with self._changed:
             self._num_wanted = num_workers
-            active = [number for number, builder in self._builders.items() if not builder.is_retiring]
-            for number in active[num_workers:]:
-                self._retire(number)
+            self._retire_surplus()
             self._fill_pool()
 
     def num_ready(self) -> int:
@@ -194,6 +192,7 @@ class Dispatcher:
                     self._num_starting -= 1
                     self._builders[event.builder] = _Builder()
                     self._schedule.add_builder(event.builder)
+                    self._retire_surplus()  # fewer may be wanted since it was started
                 elif isinstance(event, Finished):
                     self._on_finished(event)
                 else:
@@ -289,6 +288,11 @@ class Dispatcher:
             self._num_starting += 1
             self._pool.grow()
 
+    def _retire_surplus(self) -> None:
+        active = [number for number, builder in self._builders.items() if not builder.is_retiring]
+        for number in active[self._num_wanted :]:
+            self._retire(number)
+
     def _retire(self, number: int) -> None:
         self._builders[number].is_retiring = True
         self._schedule.retire_builder(number)
@@ -309,9 +313,7 @@ class Dispatcher:
     def _look_for_hangs(self) -> None:
         now, hang_s = time.monotonic(), self._options.hang_s
         silent = self._schedule.hung(now)
-        for number, builder in self._builders.items():
-            if builder.is_retiring:
-                continue
+        for number in self._builders:
             busy = self._schedule.busy_for(number, now)
             if number in silent or (hang_s is not None and busy > hang_s):
                 self._pool.stop(number, f"has finished nothing for {busy:.0f} s")

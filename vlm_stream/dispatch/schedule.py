@@ -314,14 +314,14 @@ class Schedule:
             self._samples_waiting -= batch.num_samples
 
     def _take_back(self, now: float) -> Iterator[Move]:
-        """Take queued batches from builders that are stuck, or that others have finished; give late ones twice."""
+        """Take back what is queued at builders that are stuck or retire, or is finished; give late batches twice."""
         for number, builder in self._builders.items():
             if not builder.queue:
                 continue
             first, spent = builder.queue[0], now - builder.since
-            is_stuck = self._is_over(_STUCK, first, spent)
+            gives_up = builder.is_retiring or self._is_over(_STUCK, first, spent)
             for batch in list(builder.queue)[1:]:
-                if is_stuck or batch.is_done:
+                if gives_up or batch.is_done:
                     builder.queue.remove(batch)
                     yield Move(number, batch.number, is_drop=True)
                     self._release(batch, number)

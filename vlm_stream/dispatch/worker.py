@@ -67,11 +67,13 @@ def _serve(link: _Link, note: SampleNote, config: Any) -> None:
         link.wait()
         return
     link.send("ready")
-    jobs: OrderedDict[int, tuple[Any, ...]] = OrderedDict()
+    jobs: OrderedDict[int, tuple[Any, ...] | Exception] = OrderedDict()
     while True:
         _hear(link, builder, jobs)
         number, job = jobs.popitem(last=False)
         try:
+            if isinstance(job, Exception):
+                raise job
             message = link.pack("done", number, builder.finish(*job), _resident_bytes())
         except BaseException as error:
             message = link.pack("failed", number, describe(error))
@@ -94,15 +96,21 @@ def _receive_config(link: _Link) -> Any:
         ) from error
 
 
-def _hear(link: _Link, builder: Builder, jobs: OrderedDict[int, tuple[Any, ...]]) -> None:
-    """Take in what the parent said; wait only where there is nothing to do. Fetching begins at once."""
+def _hear(link: _Link, builder: Builder, jobs: OrderedDict[int, tuple[Any, ...] | Exception]) -> None:
+    """Take in what the parent said; wait only where there is nothing to do. Fetching begins at once.
+
+    An error of fetching waits for its batch's turn, as all errors of a batch do.
+    """
     while not jobs or link.has_more():
         kind, number, *rest = link.next()
         if kind == "build":
             blueprint, skipped = rest
-            jobs[number] = (blueprint, builder.begin(blueprint), skipped)
-        elif number in jobs:
-            jobs.pop(number)[1].cancel()
+            try:
+                jobs[number] = (blueprint, builder.begin(blueprint), skipped)
+            except Exception as error:
+                jobs[number] = error
+        elif isinstance(dropped := jobs.pop(number, None), tuple):
+            dropped[1].cancel()
 
 
 class SampleNote:
