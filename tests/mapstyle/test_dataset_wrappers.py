@@ -123,8 +123,15 @@ def test_preloading_gives_copies(processor: Any, samples: Samples) -> None:
     assert pickle.dumps(samples) == before
     assert "_injected_fake" not in samples[0]
     robust.processor = None
-    with pytest.raises(ConfigError, match="preload_media needs to know which frames"):
-        robust[0]
+    assert robust[0]["_injected_fake"]
+    assert robust[1]["conversation"][0]["content"][0]["image"].mode == "RGB"
+    sound = {"conversation": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}
+    shown = {"conversation": [{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}]}
+    for heard in (sound, shown):
+        robust = RobustDatasetWrapper([heard, samples[1]])
+        robust.preload_media = True
+        with pytest.raises(ConfigError, match="meets a video or sound and has no processor"):
+            robust[0]
 
 
 def test_hopeless_datasets_say_so(samples: Samples, processor: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.mapstyle import LengthGroupedSampler, RobustDatasetWrapper
@@ -131,6 +131,17 @@ def test_wrapped_and_lazy_datasets_are_read_below_their_wrappers() -> None:
     sampler = LengthGroupedSampler(RobustDatasetWrapper(Lazy()))
     assert sampler.lengths == [i % 7 for i in range(50)]
     assert all(sampler.lengths[a] >= sampler.lengths[b] for a, b in pairwise(sampler.sorted_indices))
+
+
+@given(st.data())
+def test_subsets_are_ordered_by_their_own_indices(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=20))
+    inner = Subset(texts(lengths), data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=20)))
+    chosen = data.draw(st.lists(st.integers(0, len(inner) - 1), max_size=20))
+    subset = Subset(RobustDatasetWrapper(inner), chosen)
+    sampler = LengthGroupedSampler(subset)
+    assert sorted(sampler) == list(range(len(subset)))
+    assert sampler.lengths == [subset[i]["_text_tokens"] for i in range(len(subset))]
 
 
 ALIGN = """

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vlm_stream.encode import message_text
-from vlm_stream.errors import BadSampleError
+from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.ledger import BadSample, Ledger
 from vlm_stream.plan import Key, words
 
@@ -55,12 +55,15 @@ class Replacer:
 
         Raises:
             RuntimeError: All attempts failed; the last error is its cause.
+            ConfigError: The caller's settings are wrong, which no other item mends.
         """
         place, error = index, None
         for attempt in range(self.max_retries):
             self.ledger.saw()
             try:
                 return load(place)
+            except ConfigError:
+                raise
             except Exception as caught:  # datasets raise anything
                 error = caught
                 self.note(str(place), caught)

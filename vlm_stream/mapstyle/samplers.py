@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, Subset
 
 from vlm_stream.collate import (
     estimate_image_tokens,
@@ -38,10 +38,17 @@ _ORDERS: Final = ("permute", "rotate")
 
 
 def raw_dataset(dataset: Any) -> Any:
-    """Follow `.dataset` down to what is wrapped; its samples hold conversations and metadata."""
+    """Follow `.dataset` down to what is wrapped; its samples hold conversations and metadata.
+
+    What a `Subset` on the way chooses stays chosen: sample i below is sample i above.
+    """
+    chosen: list[int] | None = None
     while hasattr(dataset, "dataset"):
+        if isinstance(dataset, Subset):
+            own = dataset.indices
+            chosen = [own[i] for i in (range(len(own)) if chosen is None else chosen)]
         dataset = dataset.dataset
-    return dataset
+    return dataset if chosen is None else Subset(dataset, chosen)
 
 
 def estimate_lengths(samples: Any, processor: Any = None) -> tuple[Ints, Ints]:
@@ -99,7 +106,7 @@ class LengthGroupedSampler(Sampler[int]):
                 "%d of %d samples are left out: too long for %s.", len(total) - len(kept), len(total), max_length
             )
         by_length = kept[np.argsort(-total[kept], kind="stable")]
-        self.sorted_indices: list[int] = _align_ranks(by_length).tolist()
+        self.sorted_indices: list[int] = align_ranks(by_length).tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; the same one gives the same order."""
@@ -179,7 +186,7 @@ class LengthGroupedSampler(Sampler[int]):
         return total - media, media
 
 
-def _align_ranks(by_length: Ints) -> Ints:
+def align_ranks(by_length: Ints) -> Ints:
     """Leave samples out, evenly over the lengths, until every rank of the process group has the same number."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return by_length

@@ -6,6 +6,7 @@ that is asked for them. The dataset's own dicts are never written to, so memory 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
@@ -19,7 +20,7 @@ from vlm_stream.collate import (
     build_packed_vlm_sample,
     shift_sample,
 )
-from vlm_stream.conversation import MEDIA_TYPES
+from vlm_stream.conversation import MEDIA_TYPES, iter_media
 from vlm_stream.encode import (
     EncodeConfig,
     Encoder,
@@ -61,7 +62,7 @@ class RobustDatasetWrapper(_ReplacingDataset):
 
     Attributes:
         preload_media: Decode media here, in the worker, and give text-only conversations a fake image.
-        processor: Whose frame rule decides which frames of a video are read; needed to preload.
+        processor: Whose frame rule and sampling rate decide how videos and sound are read; images need none.
         ledger: What was replaced in this process.
     """
 
@@ -84,27 +85,31 @@ class RobustDatasetWrapper(_ReplacingDataset):
 
     def __getitem__(self, idx: int) -> Any:
         """Return the item, or one that stands in for it."""
-        if self.preload_media and self.processor is None:
-            raise ConfigError(
-                "preload_media needs to know which frames of a video to read, and the wrapper has no processor. Set "
-                "its processor attribute."
-            )
         return self._replacer.fetch(self._load, idx, len(self.dataset))
 
     def _load(self, index: int) -> Any:
         example = self.dataset[index]
         if not self.preload_media or not example.get("conversation"):
             return example
-        conversation = example["conversation"]
-        if not has_media(conversation):
-            return {
-                **example,
-                "conversation": inject_fake_image(conversation, make_fake_image()),
-                INJECTED_FAKE_KEY: True,
-            }
+        conversation = self._with_media(example["conversation"])
+        if has_media(conversation):
+            return {**example, "conversation": conversation}
+        faked = inject_fake_image(conversation, make_fake_image())
+        return {**example, "conversation": faked, INJECTED_FAKE_KEY: True}
+
+    def _with_media(self, conversation: Conversation) -> Conversation:
+        """Return a copy whose media are decoded."""
+        kinds = {item["type"] for item in iter_media(conversation)}
         config = EncodeConfig()
-        loaded = load_media(conversation, {}, config, processor_reads(self.processor, config))
-        return {**example, "conversation": _with_loaded(conversation, loaded)}
+        reads = processor_reads(self.processor, config)
+        if self.processor is None:
+            if kinds - {"image"}:
+                raise ConfigError(
+                    "preload_media meets a video or sound and has no processor, which says how these are read. Set "
+                    "the wrapper's processor attribute."
+                )
+            reads = replace(reads, media=frozenset({"image"}))
+        return _with_loaded(conversation, load_media(conversation, {}, config, reads)) if kinds else conversation
 
 
 def _with_loaded(conversation: Conversation, loaded: LoadedMedia) -> Conversation:
