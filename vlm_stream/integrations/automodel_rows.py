@@ -14,16 +14,13 @@ from torch.nn.functional import pad
 from vlm_stream.collate import (
     PositionRule,
     build_packed_vlm_sample,
-    count_documents,
     count_media,
-    cu_seqlens,
-    document_mask_4d,
-    neat_packed_vlm_collater,
     packed_sequence_thd_vlm_collater,
     pad_collate_fn,
     pad_id_of,
     shift_sample,
 )
+from vlm_stream.mapstyle import PackingContract, collate_packs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -105,10 +102,8 @@ class PackedRows:
         if self._form == "thd":
             batch = packed_sequence_thd_vlm_collater(packs, pad_id, self._pad_to) | _count_media(packs)
         else:
-            batch = neat_packed_vlm_collater(packs, pad_id, self._pad_to, materialize_4d_mask=False)
-            batch |= self._attention(batch["_packed_seq_ids"])
-            if self._form == "flash_varlen":
-                del batch["attention_mask"]
+            contract = PackingContract(self._form, self._sequence_metadata)
+            batch = collate_packs(packs, pad_id, self._pad_to, packing=contract)
         return batch | {name: _as_bfloat16(batch[name]) for name in _PIXELS if name in batch}
 
     def _pack(self, row: Sequence[Mapping[str, Any]], pad_id: int, rule: Positions | None) -> dict[str, Any]:
@@ -116,18 +111,6 @@ class PackedRows:
         return build_packed_vlm_sample(
             samples, self._pack_size, pad_id, has_mrope=rule is not None, sequence_alignment=self._alignment
         )
-
-    def _attention(self, documents: torch.Tensor) -> dict[str, Any]:
-        """Return what tells the documents `[B, S]` of a batch apart, in the form that was asked for."""
-        found: dict[str, Any] = {}
-        if self._form == "block_causal":
-            found["attention_mask"] = document_mask_4d(documents)
-        elif self._form == "flash_varlen":
-            lengths = [length for row in documents for length in _runs(row)]
-            offsets, longest = cu_seqlens(lengths), max(lengths)
-            found = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
-            found |= {"max_length_q": longest, "max_length_k": longest}
-        return found | (_sequence_metadata(documents) if self._sequence_metadata else {})
 
 
 def _with_positions(sample: Mapping[str, Any], rule: Positions | None) -> Mapping[str, Any]:
@@ -143,22 +126,3 @@ def _as_bfloat16(pixels: Any) -> Any:
 
 def _count_media(packs: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     return count_media([{name: value for name, value in pack.items() if value is not None} for pack in packs])
-
-
-def _runs(row: torch.Tensor) -> list[int]:
-    """Return the lengths of the documents of a row, and that of its padding: kernels take every slot of a batch."""
-    return [int(length) for length in torch.unique_consecutive(row, return_counts=True)[1]]
-
-
-def _sequence_metadata(documents: torch.Tensor) -> dict[str, Any]:
-    """Return for each row which slots hold tokens, and where its documents begin; -1 where there is nothing."""
-    lengths = [count_documents(row) for row in documents]
-    slots = torch.arange(documents.shape[1]).expand_as(documents)
-    offsets = torch.full((len(lengths), 1 + max(map(len, lengths))), -1, dtype=torch.int32)
-    for row, own in enumerate(lengths):
-        offsets[row, : len(own) + 1] = cu_seqlens(own)
-    return {
-        "packed_token_indices": torch.where(documents > 0, slots, -1),
-        "cu_seqlens": offsets,
-        "max_seqlen": max(max(own) for own in lengths),
-    }

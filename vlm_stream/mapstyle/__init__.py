@@ -1,15 +1,59 @@
-"""NeMo Automodel's in-memory datasets, samplers and packing, for data that fits in memory, under its names.
+"""NeMo Automodel's in-memory datasets, samplers, packing and loader, for data that fits in memory, under its names.
 
 Enters: a list of samples (or anything with `len` and item access) and a processor. Leaves: encoded samples, packs,
-orders of indices. Lengths are NeMo Automodel's approximations (`tokens/estimate.py`); the planning is that of `plan`.
-Must not be known here: shards, storage, streams.
+orders of indices, loaders. Lengths are NeMo Automodel's approximations (`collate/estimate.py`); the planning is that of
+`plan`. Must not be known here: shards, storage, streams.
 
     replace   which sample takes the place of a bad one; make_robust_collate, the same for batches
     wrappers  RobustDatasetWrapper, PreTokenizedDatasetWrapper, PackedDatasetWrapper
     samplers  LengthGroupedSampler, BalancedPackSampler
     packing   greedy_knapsack, greedy_knapsack_vt_balanced, neat_pack_dataset_vlm
+    masks     packing contracts: masks and lengths of packed batches
+    configs   NeatPackConfig, configs of the wrappers and of the datasets
+    loader    VlmDataloaderConfig: all of it in one call; set_image_pixel_bounds
+    draft     batches for draft models: unshifted, with a loss_mask
+    datum     Datum, collate_datums: token rows for reinforcement learning
+    audio     speech with transcripts; collates for Qwen-Omni
 """
 
+from vlm_stream.mapstyle.audio import (
+    DEFAULT_USER_PROMPT,
+    SOURCES,
+    Source,
+    build_multi_en_source_mix,
+    make_hf_audio_asr_dataset,
+    make_multi_en_asr_dataset,
+    normalize_text,
+    qwen2_5_omni_asr_collate_fn,
+    qwen3_omni_asr_collate_fn,
+)
+from vlm_stream.mapstyle.configs import (
+    CordV2DatasetConfig,
+    Cv17DatasetConfig,
+    LlavaOnevisionDatasetConfig,
+    MedPixDatasetConfig,
+    MockVlmDatasetConfig,
+    NeatPackConfig,
+    PackedDatasetWrapperConfig,
+    PreTokenizedDatasetWrapperConfig,
+    RdrDatasetConfig,
+    ShopifyProductCatalogueDatasetConfig,
+    Tulu3MagicoderTextMixDatasetConfig,
+    UnimmChatDatasetConfig,
+)
+from vlm_stream.mapstyle.datum import Datum, collate_datums
+from vlm_stream.mapstyle.draft import build_dspark_vlm_dataloader, dspark_vlm_collate_fn
+from vlm_stream.mapstyle.loader import (
+    RankedVlmDatasetConfig,
+    VlmCollatorConfig,
+    VlmDataloaderBuild,
+    VlmDataloaderConfig,
+    VlmProcessorConfig,
+    VlmVideoProcessorConfig,
+    read_chat_template,
+    set_image_pixel_bounds,
+)
+from vlm_stream.mapstyle.masks import PackingContract, collate_packs
 from vlm_stream.mapstyle.packing import greedy_knapsack, greedy_knapsack_vt_balanced, neat_pack_dataset_vlm
 from vlm_stream.mapstyle.replace import make_robust_collate
 from vlm_stream.mapstyle.samplers import BalancedPackSampler, LengthGroupedSampler
@@ -20,13 +64,48 @@ from vlm_stream.mapstyle.wrappers import (
 )
 
 __all__ = [
+    "DEFAULT_USER_PROMPT",
+    "SOURCES",
     "BalancedPackSampler",
+    "CordV2DatasetConfig",
+    "Cv17DatasetConfig",
+    "Datum",
     "LengthGroupedSampler",
+    "LlavaOnevisionDatasetConfig",
+    "MedPixDatasetConfig",
+    "MockVlmDatasetConfig",
+    "NeatPackConfig",
     "PackedDatasetWrapper",
+    "PackedDatasetWrapperConfig",
+    "PackingContract",
     "PreTokenizedDatasetWrapper",
+    "PreTokenizedDatasetWrapperConfig",
+    "RankedVlmDatasetConfig",
+    "RdrDatasetConfig",
     "RobustDatasetWrapper",
+    "ShopifyProductCatalogueDatasetConfig",
+    "Source",
+    "Tulu3MagicoderTextMixDatasetConfig",
+    "UnimmChatDatasetConfig",
+    "VlmCollatorConfig",
+    "VlmDataloaderBuild",
+    "VlmDataloaderConfig",
+    "VlmProcessorConfig",
+    "VlmVideoProcessorConfig",
+    "build_dspark_vlm_dataloader",
+    "build_multi_en_source_mix",
+    "collate_datums",
+    "collate_packs",
+    "dspark_vlm_collate_fn",
     "greedy_knapsack",
     "greedy_knapsack_vt_balanced",
+    "make_hf_audio_asr_dataset",
+    "make_multi_en_asr_dataset",
     "make_robust_collate",
     "neat_pack_dataset_vlm",
+    "normalize_text",
+    "qwen2_5_omni_asr_collate_fn",
+    "qwen3_omni_asr_collate_fn",
+    "read_chat_template",
+    "set_image_pixel_bounds",
 ]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vlm_stream.encode import message_text
-from vlm_stream.errors import BadSampleError, ConfigError
+from vlm_stream.errors import BadSampleError, InputError
 from vlm_stream.ledger import BadSample, Ledger
 from vlm_stream.plan import Key, words
 
@@ -55,14 +55,14 @@ class Replacer:
 
         Raises:
             RuntimeError: All attempts failed; the last error is its cause.
-            ConfigError: The caller's settings are wrong, which no other item mends.
+            InputError: The settings are wrong or a package is missing, which no other item mends.
         """
         place, error = index, None
         for attempt in range(self.max_retries):
             self.ledger.saw()
             try:
                 return load(place)
-            except ConfigError:
+            except InputError:
                 raise
             except Exception as caught:  # datasets raise anything
                 error = caught

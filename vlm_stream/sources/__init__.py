@@ -17,7 +17,7 @@ from vlm_stream.sources.catalog import Catalog, load_json_or_jsonl, load_jsonl_f
 from vlm_stream.sources.data_file import DataFile
 from vlm_stream.sources.factories import FACTORIES, open_factory
 from vlm_stream.sources.form import ShareGptForm, apply_policy
-from vlm_stream.sources.hf_source import HFSource, MixedSource
+from vlm_stream.sources.hf_source import HFSource, MixedSource, load_rows
 from vlm_stream.sources.make_images import (
     json2token,
     make_cord_v2_dataset,
@@ -68,6 +68,7 @@ __all__ = [
     "json2token",
     "load_json_or_jsonl",
     "load_jsonl_for_rank",
+    "load_rows",
     "make_cord_v2_dataset",
     "make_cv17_dataset",
     "make_llava_onevision_dataset",

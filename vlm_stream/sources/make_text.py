@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -50,6 +51,8 @@ def make_tulu3_magicoder_text_mix_dataset(
     magicoder_path_or_dataset: Any = _MAGICODER,
     split: str = "train",
     *,
+    tulu_split: str | None = None,
+    magicoder_split: str | None = None,
     probabilities: Sequence[float] = (0.8, 0.2),
     seed: int = 42,
     max_turns: int = 16,
@@ -61,16 +64,20 @@ def make_tulu3_magicoder_text_mix_dataset(
     Args:
         path_or_dataset: Tulu-3 (column `messages`).
         magicoder_path_or_dataset: Magicoder (columns `problem`, `solution`).
-        split: Of both.
+        split: Of both, unless one has a split of its own.
+        tulu_split: Of Tulu-3.
+        magicoder_split: Of Magicoder.
         probabilities: How often each is drawn.
         seed: Of the draw.
         max_turns: Dialogues of more messages are left out.
         limit_total: No more examples than this, both together.
         **kwargs: Options that mean nothing here; they are named in the log.
     """
-    tulu = make_tulu3_dataset(path_or_dataset, split, max_turns=max_turns, **kwargs)
+    tulu = make_tulu3_dataset(path_or_dataset, tulu_split or split, max_turns=max_turns, **kwargs)
     code = HFSource(
-        load_rows(magicoder_path_or_dataset, split, ("problem", "solution")), name="magicoder", convert=_magicoder
+        load_rows(magicoder_path_or_dataset, magicoder_split or split, ("problem", "solution")),
+        name="magicoder",
+        convert=_magicoder,
     )
     for source in (tulu, code):
         if not len(source):
@@ -118,25 +125,29 @@ def make_cv17_dataset(
     path_or_dataset: Any = "ysdede/commonvoice_17_tr_fixed",
     split: str = "train",
     *,
+    sampling_rate: int = _RATE,
+    audio_column: str = "audio",
+    text_column: str = "transcription",
     limit_dataset_samples: int | None = None,
     **kwargs: Any,
 ) -> HFSource:
-    """Return Turkish clips with transcriptions (columns `audio`, `transcription`).
+    """Return Turkish clips with transcriptions.
 
     `source[i]` has plain strings as contents, the user's beginning with the audio token of Phi-4, and
-    `audio` = (mono float32 samples at 16 kHz, 16000). Records hold the stored clip as an audio item before the text.
+    `audio` = (mono float32 samples, their rate). Records hold the stored clip as an audio item before the text.
     """
-    columns = ("audio", "transcription")
+    columns = (audio_column, text_column)
     rows = load_rows(path_or_dataset, split, columns, limit=limit_dataset_samples, ignored=tuple(kwargs))
-    return HFSource(rows, name="cv17", convert=_cv17, finish=_with_samples)
+    convert = partial(_cv17, audio=audio_column, text=text_column)
+    return HFSource(rows, name="cv17", convert=convert, finish=partial(_with_samples, rate=sampling_rate))
 
 
-def _cv17(row: Mapping[str, Any], _: int) -> dict[str, Any]:
-    user = turn("user", media_item("audio", row["audio"]), text_item(_INSTRUCTION))
-    return {"conversation": [user, turn("assistant", text_item(row["transcription"]))]}
+def _cv17(row: Mapping[str, Any], _: int, audio: str, text: str) -> dict[str, Any]:
+    user = turn("user", media_item("audio", row[audio]), text_item(_INSTRUCTION))
+    return {"conversation": [user, turn("assistant", text_item(row[text]))]}
 
 
-def _with_samples(example: dict[str, Any]) -> dict[str, Any]:
+def _with_samples(example: dict[str, Any], rate: int) -> dict[str, Any]:
     user, assistant = example["conversation"]
     audio, instruction = user["content"]
     return {
@@ -144,11 +155,11 @@ def _with_samples(example: dict[str, Any]) -> dict[str, Any]:
             {"role": "user", "content": _AUDIO_TOKEN + instruction["text"]},
             {"role": "assistant", "content": assistant["content"][0]["text"]},
         ],
-        "audio": (_mono_samples(audio["audio"]), _RATE),
+        "audio": (_mono_samples(audio["audio"], rate), rate),
     }
 
 
-def _mono_samples(where: bytes | str) -> npt.NDArray[np.float32]:
+def _mono_samples(where: bytes | str, new_rate: int) -> npt.NDArray[np.float32]:
     try:
         import soundfile
     except ImportError:
@@ -158,7 +169,7 @@ def _mono_samples(where: bytes | str) -> npt.NDArray[np.float32]:
     except soundfile.SoundFileError as error:
         raise ValueError(str(error)) from None
     mono = samples if samples.ndim == 1 else samples.mean(axis=1)
-    return resample(mono, int(rate), _RATE)
+    return resample(mono, int(rate), new_rate)
 
 
 def resample(samples: npt.NDArray[np.float32], rate: int, new_rate: int) -> npt.NDArray[np.float32]:
