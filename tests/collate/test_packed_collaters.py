@@ -125,7 +125,7 @@ class TestThd:
         assert batch["qkv_format"] == "thd"
         assert batch["seq_lens"].tolist() == [[3, 1], [2, -1000]]
         assert batch["seq_lens_padded"].tolist() == [[3, 3], [6, -1000]]
-        assert not {"attention_mask", "mm_token_type_ids", "n_images_per_sample"} & set(batch)
+        assert not {"attention_mask", "mm_token_type_ids"} & set(batch)
         assert batch["pixel_values"].shape == (4, 6)
 
     def test_lengths_are_counted_in_the_mask(self):

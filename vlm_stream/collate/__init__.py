@@ -13,6 +13,7 @@ them unshifted. Must not be known here: shards, plans, ranks, and which samples 
     families       the table of families, their collate functions, the registry
     positions      multi-axis positions, from a config or through a model
     documents      the documents of a packed row, their lengths and masks
+    masks          packing contracts: how a model learns which documents a row holds
     packed         packed rows and batches for trainers that take document masks or THD
     hf_packs       packed rows and batches for `model(**batch, use_cache=False)` of a transformers model
 """
@@ -52,6 +53,7 @@ from vlm_stream.collate.families import (
     register_collate,
 )
 from vlm_stream.collate.hf_packs import ATTENTION_FORMS, Positions, build_hf_pack, join_hf_packs
+from vlm_stream.collate.masks import BLOCK_CAUSAL, FLASH, PackingContract
 from vlm_stream.collate.media import MediaJoinError, count_media, join_rows, media_of, merge_media
 from vlm_stream.collate.packed import (
     PACKED_MEDIA_KEYS,
@@ -71,11 +73,14 @@ from vlm_stream.encode import build_labels, build_labels_from_template
 
 __all__ = [
     "ATTENTION_FORMS",
+    "BLOCK_CAUSAL",
     "COLLATE_FNS",
+    "FLASH",
     "PACKED_MEDIA_KEYS",
     "Family",
     "MediaJoinError",
     "ModelPositions",
+    "PackingContract",
     "PositionRule",
     "Positions",
     "WeightlessPositions",

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from vlm_stream.collate.documents import align_up, as_documents, document_mask_4d
+from vlm_stream.collate.documents import align_up, as_documents
+from vlm_stream.collate.masks import BLOCK_CAUSAL, FLASH, PackingContract, mask_documents, sequence_metadata
 from vlm_stream.collate.media import counts_of, merge_media
 from vlm_stream.collate.rows import pad_rows
 from vlm_stream.errors import BadSampleError, ConfigError
@@ -31,7 +32,6 @@ PACKED_MEDIA_KEYS: Final = (
     "second_per_grid_ts",
 )
 """The media that packed samples always name, None where a pack has none (NeMo Automodel's `MEDIA_KEYS`)."""
-_FLASH: Final = "flash_attention_"
 
 
 def build_packed_vlm_sample(
@@ -106,8 +106,10 @@ def neat_packed_vlm_collater(
     batch: list[dict[str, Any]],
     padding_idx: int = 0,
     max_length: int | None = None,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     materialize_4d_mask: bool = True,
+    *,
+    packing: PackingContract | None = None,
 ) -> dict[str, Any]:
     """Collate packed samples with the mask form that the attention backend wants.
 
@@ -117,11 +119,13 @@ def neat_packed_vlm_collater(
         max_length: Length of every batch; None: that of the longest pack.
         attn_implementation: The flash_attention family keeps the mask `[B, S]` of document numbers; anything else gets
             a boolean mask `[B, 1, S, S]`.
-        materialize_4d_mask: False keeps the mask of document numbers for every backend.
+        materialize_4d_mask: False keeps document numbers in place of any 4-D mask.
+        packing: Which form the model takes, whatever the backend.
 
     Returns:
-        `input_ids`, `labels`, `mm_token_type_ids` `[B, S]`, `position_ids` `[B, S]` or `[3, B, S]`, `attention_mask`,
-        the joined media, and `_packed_seq_ids` `[B, S]` (document numbers) where rows hold several documents.
+        `input_ids`, `labels`, `mm_token_type_ids` `[B, S]`, `position_ids` `[B, S]` or `[3, B, S]`, `attention_mask` or
+        what the contract asks for in its place, the joined media with pixels in bfloat16, and `_packed_seq_ids`
+        `[B, S]` (document numbers) where rows hold several documents.
 
     Raises:
         ConfigError: A pack is longer than `max_length`.
@@ -136,18 +140,22 @@ def neat_packed_vlm_collater(
         )
     tokens = pad_rows(batch, pad_id=padding_idx, length=max_length)
     documents = tokens["attention_mask"]
-    is_compact = attn_implementation.startswith(_FLASH) or not materialize_4d_mask
+    if packing is None:
+        packing = PackingContract("document_ids") if (attn_implementation or "").startswith(FLASH) else BLOCK_CAUSAL
+    form, wants_lengths = packing.packed_mask_type, packing.requires_packed_sequence_metadata
+    if form == "block_causal" and not materialize_4d_mask:
+        form = "document_ids"
     out: dict[str, Any] = {
         "input_ids": tokens["input_ids"],
         "labels": tokens["labels"],
         "mm_token_type_ids": tokens.get("mm_token_type_ids", torch.zeros_like(documents)),
         POSITIONS_KEY: _pad_positions(batch, documents.shape[1]),
-        "attention_mask": documents if is_compact else document_mask_4d(documents),
+        **mask_documents(documents, form),
+        **(sequence_metadata(documents) if wants_lengths else {}),
     }
-    if not materialize_4d_mask or bool((documents > 1).any()):
+    if not materialize_4d_mask or wants_lengths or bool((documents > 1).any()):
         out["_packed_seq_ids"] = documents
-    counts = [[int(pack.get(key) or 0) for pack in batch] for key in ("n_images", "n_videos")]
-    return out | merge_media(batch) | counts_of(*counts)
+    return out | _media(batch)
 
 
 def packed_sequence_thd_vlm_collater(
@@ -167,7 +175,7 @@ def packed_sequence_thd_vlm_collater(
 
     Returns:
         `input_ids`, `labels`, `position_ids`, `seq_lens`, `seq_lens_padded` `[B, most documents]`, `qkv_format`, and
-        the joined media.
+        the joined media with pixels in bfloat16.
 
     Raises:
         ValueError: A pack is too long, or its lengths contradict themselves or its tokens.
@@ -195,7 +203,13 @@ def packed_sequence_thd_vlm_collater(
         "seq_lens": _table(real, seq_lens_padding_value),
         "seq_lens_padded": _table(padded, seq_lens_padding_value),
         "qkv_format": "thd",
-    } | merge_media(batch)
+    } | _media(batch)
+
+
+def _media(batch: Sequence[Sample]) -> dict[str, Any]:
+    """Return the joined media of packs, and how many images and videos each has."""
+    counts = [[int(pack.get(key) or 0) for pack in batch] for key in ("n_images", "n_videos")]
+    return merge_media(batch, pixel_dtype=torch.bfloat16) | counts_of(*counts)
 
 
 def _pad_positions(batch: Sequence[Sample], length: int) -> torch.Tensor:

@@ -6,21 +6,21 @@ and types of the recipe's own packed and padded collation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch.nn.functional import pad
 
 from vlm_stream.collate import (
+    PackingContract,
     PositionRule,
     build_packed_vlm_sample,
-    count_media,
+    neat_packed_vlm_collater,
     packed_sequence_thd_vlm_collater,
     pad_collate_fn,
     pad_id_of,
     shift_sample,
 )
-from vlm_stream.mapstyle import PackingContract, collate_packs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["PackedAs", "PackedRows", "PaddedRows"]
 
 PackedAs: TypeAlias = Literal["block_causal", "document_ids", "flash_varlen", "thd"]
-_PIXELS: Final = ("pixel_values", "pixel_values_videos")
 
 
 class _Family:
@@ -100,11 +99,9 @@ class PackedRows:
         pad_id, rule = pad_id_of(processor), self._family.rule(processor)
         packs = [self._pack(row, pad_id, rule) for row in rows]
         if self._form == "thd":
-            batch = packed_sequence_thd_vlm_collater(packs, pad_id, self._pad_to) | _count_media(packs)
-        else:
-            contract = PackingContract(self._form, self._sequence_metadata)
-            batch = collate_packs(packs, pad_id, self._pad_to, packing=contract)
-        return batch | {name: _as_bfloat16(batch[name]) for name in _PIXELS if name in batch}
+            return packed_sequence_thd_vlm_collater(packs, pad_id, self._pad_to)
+        contract = PackingContract(self._form, self._sequence_metadata)
+        return neat_packed_vlm_collater(packs, pad_id, self._pad_to, packing=contract)
 
     def _pack(self, row: Sequence[Mapping[str, Any]], pad_id: int, rule: Positions | None) -> dict[str, Any]:
         samples = [shift_sample(_with_positions(sample, rule), has_mrope=rule is not None) for sample in row]
@@ -115,14 +112,3 @@ class PackedRows:
 
 def _with_positions(sample: Mapping[str, Any], rule: Positions | None) -> Mapping[str, Any]:
     return sample if rule is None else {**sample, "position_ids": rule(sample)}
-
-
-def _as_bfloat16(pixels: Any) -> Any:
-    """Return the pixels as the recipe's own collation does; compact ones are bytes and stay so."""
-    if isinstance(pixels, torch.Tensor):
-        return pixels.to(torch.bfloat16) if pixels.is_floating_point() else pixels
-    return [_as_bfloat16(one) for one in pixels]
-
-
-def _count_media(packs: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    return count_media([{name: value for name, value in pack.items() if value is not None} for pack in packs])

@@ -8,7 +8,6 @@ orders of indices, loaders. Lengths are NeMo Automodel's approximations (`collat
     wrappers  RobustDatasetWrapper, PreTokenizedDatasetWrapper, PackedDatasetWrapper
     samplers  LengthGroupedSampler, BalancedPackSampler
     packing   greedy_knapsack, greedy_knapsack_vt_balanced, neat_pack_dataset_vlm
-    masks     packing contracts: masks and lengths of packed batches
     configs   NeatPackConfig, configs of the wrappers and of the datasets
     loader    VlmDataloaderConfig: all of it in one call; set_image_pixel_bounds
     draft     batches for draft models: unshifted, with a loss_mask
@@ -53,7 +52,6 @@ from vlm_stream.mapstyle.loader import (
     read_chat_template,
     set_image_pixel_bounds,
 )
-from vlm_stream.mapstyle.masks import PackingContract, collate_packs
 from vlm_stream.mapstyle.packing import greedy_knapsack, greedy_knapsack_vt_balanced, neat_pack_dataset_vlm
 from vlm_stream.mapstyle.replace import make_robust_collate
 from vlm_stream.mapstyle.samplers import BalancedPackSampler, LengthGroupedSampler
@@ -77,7 +75,6 @@ __all__ = [
     "NeatPackConfig",
     "PackedDatasetWrapper",
     "PackedDatasetWrapperConfig",
-    "PackingContract",
     "PreTokenizedDatasetWrapper",
     "PreTokenizedDatasetWrapperConfig",
     "RankedVlmDatasetConfig",
@@ -95,7 +92,6 @@ __all__ = [
     "build_dspark_vlm_dataloader",
     "build_multi_en_source_mix",
     "collate_datums",
-    "collate_packs",
     "dspark_vlm_collate_fn",
     "greedy_knapsack",
     "greedy_knapsack_vt_balanced",

@@ -17,9 +17,17 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from torch.utils.data.distributed import DistributedSampler
 
-from vlm_stream.collate import get_collate, packed_sequence_thd_vlm_collater, pad_collate_fn, pad_id_of
+from vlm_stream.collate import (
+    BLOCK_CAUSAL,
+    FLASH,
+    PackingContract,
+    get_collate,
+    neat_packed_vlm_collater,
+    packed_sequence_thd_vlm_collater,
+    pad_collate_fn,
+    pad_id_of,
+)
 from vlm_stream.errors import ConfigError, MissingExtraError
-from vlm_stream.mapstyle.masks import BLOCK_CAUSAL, PackingContract, collate_packs
 from vlm_stream.mapstyle.samplers import BalancedPackSampler, align_ranks
 from vlm_stream.pp_media import wrap_vlm_collate_for_pp
 from vlm_stream.processors import load_processor
@@ -180,9 +188,10 @@ class VlmDataloaderConfig:
                 processor=processor,
                 cp_size=cp_size,
             )
-        attention = packing_attn_implementation or getattr(self.packing, "attn_implementation", None)
-        contract = PackingContract.of_attention(attention) if packing_contract is BLOCK_CAUSAL else packing_contract
-        collate = self._choose_collate(processor, contract, cp_size)
+        attention = packing_attn_implementation or getattr(self.packing, "attn_implementation", None) or ""
+        if packing_contract is BLOCK_CAUSAL and attention.startswith(FLASH):
+            packing_contract = PackingContract("flash_varlen")
+        collate = self._choose_collate(processor, packing_contract, cp_size)
         if hasattr(dataset, "robust_collate"):
             collate = dataset.robust_collate(collate)
         if pp_n_microbatches is not None:
@@ -239,7 +248,7 @@ class VlmDataloaderConfig:
             if form == "thd":
                 return partial(packed_sequence_thd_vlm_collater, padding_idx=pad_id_of(processor), max_length=length)
             return partial(
-                collate_packs,
+                neat_packed_vlm_collater,
                 padding_idx=pad_id_of(processor),
                 max_length=length,
                 packing=contract,

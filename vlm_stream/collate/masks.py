@@ -1,7 +1,7 @@
 """How a model learns which documents a packed row holds: NeMo Automodel's packing contracts.
 
-Enters: packed samples, or the document numbers `[B, S]` of a batch (0: padding), and a contract. Leaves: a mask, or
-lengths in its place, and what recurrent layers want besides.
+Enters: the document numbers `[B, S]` of a batch (0: padding), and a contract. Leaves: a mask, or lengths in its place,
+and what recurrent layers want besides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch
 
-from vlm_stream.collate import count_documents, cu_seqlens, document_mask_4d, neat_packed_vlm_collater
+from vlm_stream.collate.documents import count_documents, cu_seqlens, document_mask_4d
 from vlm_stream.errors import ConfigError, nearest_name
 
 PackedMaskType: TypeAlias = Literal["block_causal", "document_ids", "flash_varlen"]
@@ -30,36 +30,10 @@ class PackingContract:
     packed_mask_type: PackedMaskType = "block_causal"
     requires_packed_sequence_metadata: bool = False
 
-    @classmethod
-    def of_attention(cls, attn_implementation: str | None) -> PackingContract:
-        """Return the contract of an attention backend."""
-        is_flash = (attn_implementation or "").startswith("flash_attention_")
-        return cls("flash_varlen") if is_flash else BLOCK_CAUSAL
-
 
 BLOCK_CAUSAL: Final = PackingContract()
 
-
-def collate_packs(
-    batch: list[dict[str, Any]],
-    padding_idx: int = 0,
-    max_length: int | None = None,
-    *,
-    packing: PackingContract = BLOCK_CAUSAL,
-    materialize_4d_mask: bool = True,
-) -> dict[str, Any]:
-    """Collate packed samples for a contract; arguments as for `neat_packed_vlm_collater`."""
-    if not batch:
-        return {}
-    out = neat_packed_vlm_collater(batch, padding_idx, max_length, materialize_4d_mask=False)
-    documents = out.pop("_packed_seq_ids")
-    wants_more = packing.requires_packed_sequence_metadata
-    if not materialize_4d_mask or wants_more or bool((documents > 1).any()):
-        out["_packed_seq_ids"] = documents
-    if packing.packed_mask_type != "block_causal" or materialize_4d_mask:
-        del out["attention_mask"]
-        out |= mask_documents(documents, packing.packed_mask_type)
-    return out | (sequence_metadata(documents) if wants_more else {})
+FLASH: Final = "flash_attention_"
 
 
 def mask_documents(documents: torch.Tensor, form: PackedMaskType) -> dict[str, Any]:
