@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 BENCH  := .venv-bench
 AUTOMODEL := .venv-automodel
 
-.PHONY: demo test trainers trainers-quick check format clean bench bench-full bench-setup automodel-setup
+.PHONY: demo test trainers trainers-quick parity check format clean bench bench-full bench-setup automodel-setup
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python -m vlm_stream.testing.demo --out demo-out
@@ -22,6 +22,13 @@ trainers trainers-quick: $(VENV)/.installed-dev
 	@$(MAKE) --no-print-directory $(AUTOMODEL)/.installed || \
 		echo "NeMo Automodel could not be installed: the tests with its recipe are skipped"
 	$(BIN)/python -m pytest -m 'trainers$(if $(filter %-quick,$@), and not slow)'
+
+# NeMo Automodel as oracle: every public name of its map-style data modules against ours, two minutes.
+# docs/parity.md is the outcome; `python -m tests.parity --write` in that environment writes it anew.
+parity: $(VENV)/.installed-dev
+	@if $(MAKE) --no-print-directory $(AUTOMODEL)/.installed; \
+		then $(AUTOMODEL)/bin/python -m pytest -q tests/parity; \
+		else echo "NeMo Automodel could not be installed: the comparison with it is skipped"; fi
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

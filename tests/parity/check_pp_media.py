@@ -12,12 +12,12 @@ from vlm_stream import pp_media as ours
 
 PP = "vlm.pp_media"
 UNEVEN = (
-    "Rows are cut where torch.distributed.pipelining cuts them (tensor_split: 7 rows in 3 are 3, 2, 2); theirs makes 3, "
-    "3, 1, and media reach the micro-batch of another sample (defect 28)."
+    "Rows are cut where torch.distributed.pipelining cuts them (tensor_split: 7 rows in 3 are 3, 2, 2); theirs makes "
+    "3, 3, 1, and media reach the micro-batch of another sample."
 )
 RANK = (
     "Counts decide whenever they are given; theirs takes pixels of rank 3 or 4 that happen to have as many rows as the "
-    "batch for one each, and images of rank 4 for flat patches (defect 28)."
+    "batch for one each, and images of rank 4 for flat patches."
 )
 
 
@@ -49,6 +49,11 @@ def chunks(draw):
     if flat:
         pair = [lambda m=m: m.chunk_vlm_media(*args, other, given) for m in (ours, theirs)]
         yield "uneven" if rows % other else "", *pair
+    three, two = torch.arange(24.0).reshape(12, 2), torch.arange(12.0).reshape(2, 2, 3)
+    odd = (three, tensor([[1, 2, 2]] * 3), 3, 2, tensor([1, 1, 1]))
+    yield "uneven", *(lambda m=m: m.chunk_vlm_media(*odd) for m in (ours, theirs))
+    both = (two, tensor([[1, 2, 2]] * 2), 2, 2, tensor([2, 0]))
+    yield "ranks", *(lambda m=m: m.chunk_vlm_media(*both) for m in (ours, theirs))
 
 
 @same(PP, "chunk_step3_media", ours.chunk_step3_media, 80, why={"uneven*": UNEVEN})

@@ -1,8 +1,8 @@
 """One check per public name of NeMo Automodel: the same inputs through both, every difference found or documented.
 
-A check draws an input by hypothesis and yields `(tag, ours, theirs)`: values, or functions that are called here, so that
-an error of one side alone is a difference too. Where the two differ, a decision whose pattern fits the place must say
-why; otherwise the check fails, with the smallest input that shows it. A decision that no input shows fails too.
+A check draws an input by hypothesis and yields `(tag, ours, theirs)`: values, or functions that are called here, so
+that an error of one side alone is a difference too. Where the two differ, a decision whose pattern fits the place must
+say why; otherwise the check fails, with the smallest input that shows it. A decision that no input shows fails too.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-
+ROOT = "nemo_automodel.components.datasets."
 OPEN = "OPEN: "
 """How the text of a decision begins that is none: a defect of ours that is known and not mended."""
 
@@ -35,6 +36,8 @@ class Check:
     """Where we have it; empty: nowhere."""
     decisions: dict[str, str] = field(default_factory=dict)
     """Pattern of a place in the results -> why it differs there."""
+    object: Any = None
+    """What `ours` names."""
     inputs: int = 0
     run: Callable[..., Iterator[tuple[str, Any, Any]]] | None = None
 
@@ -58,10 +61,37 @@ def same(module: str, name: str, ours: Any, inputs: int = 40, **decisions: str):
 
     def register(run):
         for one in name.split():
-            CHECKS[module, one] = Check(module, one, where, why, inputs, run)
+            CHECKS[module, one] = Check(module, one, where, why, ours, inputs, run)
         return run
 
     return register
+
+
+def signature_differences(ours: Any, theirs: Any) -> Iterator[tuple[str, str]]:
+    """Yield the parameters of theirs that ours does not take by name, in that place, with that default."""
+    if not (callable(ours) and callable(theirs)) or ours.__name__.strip("_") != theirs.__name__.strip("_"):
+        return
+    own, other = (inspect.signature(one).parameters for one in (ours, theirs))
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in own.values())
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [[name for name, p in one.items() if p.kind in kinds] for one in (own, other)]
+    for name, parameter in other.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            if not takes_any:
+                yield f"signature.{name}", "no **kwargs"
+        elif name not in own:
+            if not takes_any:
+                yield f"signature.{name}", f"no parameter {name}"
+        elif name in places[1] and name not in places[0][: 1 + places[1].index(name)]:
+            yield f"signature.{name}", f"{places[0]} against {places[1]}"
+        elif not _same_default(own[name].default, parameter.default):
+            yield f"signature.{name}", f"{name}={own[name].default} against {parameter.default}"
+
+
+def _same_default(ours: Any, theirs: Any) -> bool:
+    plain = (type(None), bool, int, float, str, tuple, type)
+    are_plain = isinstance(ours, plain), isinstance(theirs, plain)
+    return ours == theirs if all(are_plain) else not any(are_plain)
 
 
 def missing(module: str, name: str, why: str) -> None:
@@ -94,11 +124,21 @@ def run_check(check: Check) -> Outcome:
                     raise UnequalError(f"{check.module}.{check.name} differs at {place}: {text}")
                 out.shown[pattern] += 1
 
+    home = import_module(ROOT + check.module)
+    held = getattr(home, check.name, None)
+    for place, text in signature_differences(check.object, held):
+        pattern = next((p for p in check.decisions if fnmatch(place, p)), None)
+        if pattern is None:
+            raise UnequalError(f"{check.module}.{check.name} is called differently: {text}")
+        out.shown[pattern] += 1
     logging.disable(logging.CRITICAL)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small tensors
     try:
         law()
     finally:
         logging.disable(logging.NOTSET)
+        torch.set_num_threads(threads)
     stale = {pattern for pattern, why in check.decisions.items() if not why.startswith(OPEN)} - set(out.shown)
     if stale:
         raise UnequalError(f"{check.module}.{check.name}: no input shows the documented difference at {sorted(stale)}")

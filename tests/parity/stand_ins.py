@@ -74,7 +74,15 @@ class Phi4MMProcessor:
 
     def __init__(self):
         native = build_processor("phi4_multimodal")
-        tokens = "<|endoftext|> <|user|> <|assistant|> <|system|> <|end|> <|endoftext10|> <|endoftext11|>".split()
+        tokens = [
+            "<|endoftext|>",
+            "<|user|>",
+            "<|assistant|>",
+            "<|system|>",
+            "<|end|>",
+            "<|endoftext10|>",
+            "<|endoftext11|>",
+        ]
         self.tokenizer = train_tokenizer(tokens, eos="<|endoftext|>", pad="<|endoftext|>")
         self.tokenizer.chat_template = (
             "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"

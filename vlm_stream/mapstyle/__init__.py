@@ -18,6 +18,7 @@ orders of indices, loaders. Lengths are NeMo Automodel's approximations (`collat
 from vlm_stream.mapstyle.audio import (
     DEFAULT_USER_PROMPT,
     SOURCES,
+    TARGET_SAMPLING_RATE,
     Source,
     build_multi_en_source_mix,
     make_hf_audio_asr_dataset,
@@ -64,6 +65,7 @@ from vlm_stream.mapstyle.wrappers import (
 __all__ = [
     "DEFAULT_USER_PROMPT",
     "SOURCES",
+    "TARGET_SAMPLING_RATE",
     "BalancedPackSampler",
     "CordV2DatasetConfig",
     "Cv17DatasetConfig",

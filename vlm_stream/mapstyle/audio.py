@@ -290,7 +290,8 @@ def _stored(clip: Any) -> Any:
 def _source(
     rows: Any, name: str, rate: int, system_prompt: str | None, user_prompt: str | None, audio: str, text: str
 ) -> HFSource:
-    before = [{"role": "system", "content": system_prompt}] if (system_prompt or "").strip() else []
+    system = {"role": "system", "content": [{"type": "text", "text": system_prompt}]}
+    before = [system] if (system_prompt or "").strip() else []
     question = [{"type": "text", "text": user_prompt}] if (user_prompt or "").strip() else []
     convert = partial(_talk, before=before, question=question, audio=audio, text=text)
     return HFSource(rows, name=name, convert=convert, finish=partial(_decoded, rate=rate))
@@ -316,7 +317,8 @@ def _decoded(example: dict[str, Any], rate: int) -> dict[str, Any]:
     else:
         wave = decode_audio(clip, rate)
     heard = {**user, "content": [*question, {**item, "audio": wave}]}
-    return {"conversation": [*before, heard, answer]}
+    system = [{**message, "content": message["content"][0]["text"]} for message in before]
+    return {"conversation": [*system, heard, answer]}
 
 
 def qwen3_omni_asr_collate_fn(examples: Sequence[Mapping[str, Any]], processor: Any) -> dict[str, Any]:

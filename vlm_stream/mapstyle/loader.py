@@ -318,8 +318,9 @@ def set_image_pixel_bounds(processor: Any, *, max_pixels: int | None = None, min
     for name, value in (("max_pixels", max_pixels), ("min_pixels", min_pixels)):
         if images is None or value is None:
             continue
-        setattr(images, name, int(value))
-        size = getattr(images, "size", None)
+        size = getattr(images, "size", None) or {}
         for key in (name, _EDGES[name]):
-            if size is not None and key in size:
+            if key in size:
                 size[key] = int(value)
+        if _EDGES[name] not in size:  # where there are edges, transformers deprecates the attributes
+            setattr(images, name, int(value))

@@ -41,7 +41,7 @@ from vlm_stream.sources.open_source import open_source
 from vlm_stream.sources.record import Record, RecordSource, SourceGroup
 from vlm_stream.sources.sharegpt import convert_sharegpt_to_conversation, map_sharegpt
 
-# The names under which the reference keeps the same functions.
+# The names under which NeMo Automodel keeps the same functions.
 _convert_sharegpt_to_conversation = convert_sharegpt_to_conversation
 _load_json_or_jsonl = load_json_or_jsonl
 _load_jsonl_for_rank = load_jsonl_for_rank

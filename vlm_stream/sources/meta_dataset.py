@@ -61,7 +61,7 @@ class ExamplesWithStats(list[dict[str, Any]]):
         self.ledger = Ledger()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MetaDatasetConfig:
     """What `make_meta_dataset` needs, without the rank."""
 
