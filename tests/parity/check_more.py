@@ -461,5 +461,5 @@ asr_checks("qwen2_5_omni_asr_collate_fn", omni25)
 missing(
     UTILS,
     "process_text_batch",
-    "Two processor calls for old versions of transformers; nothing of NeMo Automodel calls it.",
+    "One call of the processor, with pixels in bfloat16; nothing of NeMo Automodel calls it.",
 )
