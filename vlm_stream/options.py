@@ -283,7 +283,6 @@ class StreamOptions:
             bytes_per_s=self.bytes_per_s,
             cache_dir=self.cache_dir,
             cache_bytes=self.cache_bytes,
-            missing_is_bad=True,
         )
         return options if self.pixels else replace(options, cache_dir=None, cache_bytes=None)
 

@@ -31,7 +31,6 @@ def test_what_is_split_can_be_joined(base, names):
         ("a.json", (".", "a.json")),
         ("file:///data/a.json", ("file:///data", "a.json")),
         ("s3://bucket/a.json", ("s3://bucket", "a.json")),
-        ("memory://test/a.json", ("memory://test", "a.json")),
     ],
 )
 def test_split(url, parts):
@@ -56,7 +55,7 @@ def test_local_paths(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x"])
 def test_paths_stay_under_the_root(path, tmp_path):
-    for url in (str(tmp_path), "memory://x", "s3://bucket/x"):
+    for url in (str(tmp_path), "s3://bucket/x"):
         with pytest.raises(ConfigError, match="is not a path under"):
             open_store(url).head(path)
 
