@@ -88,6 +88,12 @@ def test_a_folder_in_the_way_is_an_error_that_says_so(tmp_path):
         open_store(str(tmp_path)).get("x")
 
 
+def test_a_file_in_the_place_of_a_folder_is_nothing_found(tmp_path):
+    (tmp_path / "x").write_bytes(b"1")
+    with pytest.raises(NotFoundError, match=r"There is no .*x/y, because a part of that path is a file"):
+        open_store(str(tmp_path / "x")).get("y")
+
+
 def test_no_permission(tmp_path, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise PermissionError(13, "Permission denied")

@@ -122,6 +122,18 @@ def test_settings_of_each_cloud():
 
 
 @pytest.mark.usefixtures("bare_environment")
+def test_an_endpoint_of_the_environment_without_tls_must_be_allowed(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:secret@minio:9000")
+    with pytest.raises(ConfigError, match=r"AWS_ENDPOINT_URL begins with http://.*AWS_ALLOW_HTTP=true") as caught:
+        settings_of("s3://bucket/a")
+    assert "secret" not in str(caught.value)
+    assert settings_of("s3://bucket/a", allow_http=True)[2]["allow_http"]
+    assert "allow_http" not in settings_of("s3://bucket/a", endpoint="https://other")[2]
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    assert settings_of("s3://bucket/a")[2]["allow_http"]
+
+
+@pytest.mark.usefixtures("bare_environment")
 def test_clients_of_gcs_and_azure_can_be_built(monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     for url in ("gs://bucket/a", "az://container/a"):

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
-_ANY_WIDTH: Final = 10_000
 EXAMPLES: Final = """\
 examples:
   where shards/ --config recipe.yaml --world 64 --step 41200 --rank 13
@@ -85,16 +84,13 @@ def _line(delivery: PlannedSample, plan: Plan) -> dict[str, Any]:
 
 
 def _print(lines: list[dict[str, Any]]) -> None:
-    from rich.measure import Measurement
     from rich.table import Table
 
     names = ("step", "rank", "micro", "row", "place", "source", "shard", "key", "tokens")
     table = Table(*names)
     for line in lines:
         table.add_row(*(str(line[name]) for name in names))
-    console = output.open_console()
-    # Names are there to be copied: wider than the terminal rather than cut.
-    console.width = max(
-        console.width, Measurement.get(console, console.options.update(width=_ANY_WIDTH), table).maximum
-    )
-    console.print(table if lines else "not delivered any more")
+    if lines:
+        output.print_whole(table)
+    else:
+        output.open_console().print("not delivered any more")

@@ -140,6 +140,10 @@ def _translated(url: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise NotFoundError(f"There is no file {url}. Check the path, and that the disk is mounted here.") from error
+    except NotADirectoryError as error:
+        raise NotFoundError(
+            f"There is no {url}, because a part of that path is a file and not a folder. Give the folder that holds it."
+        ) from error
     except PermissionError as error:
         raise AccessError(f"{url} may not be opened by this user ({error.strerror}). Check its mode.") from error
     except OSError as error:

@@ -7,6 +7,7 @@ model are tiny.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -50,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.console import Console
 
     console = Console()
+    if importlib.util.find_spec("av") is None:
+        console.print("error: the demo makes small clips, which needs PyAV: pip install 'vlm-stream[video]'")
+        return 2
     shutil.rmtree(args.out, ignore_errors=True)
     shards, processor = _make_shards(args.out, args.samples, console)
     _show_plan(shards, args.out / "plan.png", console)
