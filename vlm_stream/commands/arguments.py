@@ -22,20 +22,6 @@ from vlm_stream.schema import parse_size
 if TYPE_CHECKING:
     from vlm_stream.storage import StoreOptions
 
-__all__ = [
-    "add_output_arguments",
-    "add_state_argument",
-    "add_store_arguments",
-    "add_stream_arguments",
-    "add_workers_argument",
-    "loader_arguments",
-    "parse_bytes",
-    "parse_mapping",
-    "read_saved_state",
-    "split_options",
-    "store_options",
-]
-
 _WAY_OUT: Final = "save torch.save({'data': loader.state_dict()}, path), or its JSON, and name that"
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Progress", "human_bytes", "open_console", "print_json", "print_table", "print_whole", "table_of"]
-
 _LINE_SECONDS: Final = 10.0
 _ANY_WIDTH: Final = 10_000
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from vlm_stream.storage.spans import RangeRequest
     from vlm_stream.storage.store import Store
 
-
 _log = logging.getLogger(__name__)
 _PART_BYTES = 2 * 1024 * 1024
 # Few, so that the first to be needed is whole early.

@@ -21,7 +21,6 @@ from vlm_stream.errors import AccessError, ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from vlm_stream.storage.options import StoreOptions
 
-
 _REREAD = timedelta(minutes=15)
 _NEEDS_BOTO3 = ("sso_session", "sso_start_url", "role_arn", "credential_process", "web_identity_token_file")
 

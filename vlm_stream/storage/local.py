@@ -21,7 +21,6 @@ from vlm_stream.storage.store import Fetched, ObjectInfo, Store, local_path
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-
 _MAX_OPEN_FILES = 128
 _TEMP_PREFIX = ".vlm-stream-"
 _COPY_BYTES = 1 << 20

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-
 T = TypeVar("T")
 _PART_BYTES = 16 * 1024 * 1024
 _LIST_CHUNK = 1000

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from vlm_stream.errors import MissingExtraError
 from vlm_stream.testing import torchvision_shim
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     console = Console()
     if importlib.util.find_spec("av") is None:
-        console.print("error: the demo makes small clips, which needs PyAV: pip install 'vlm-stream[video]'")
+        console.print(f"error: {MissingExtraError('av', 'video', 'The demo')}", markup=False, soft_wrap=True)
         return 2
     shutil.rmtree(args.out, ignore_errors=True)
     shards, processor = _make_shards(args.out, args.samples, console)
