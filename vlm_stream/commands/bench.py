@@ -141,7 +141,7 @@ def _title(name: str) -> str:
     >>> _title("encode_s_per_batch"), _title("megabytes_per_s"), _title("bad_samples")
     ('encode, s/batch', 'MB/s', 'bad samples')
     """
-    name = name.replace("_s_per_batch", ", s/batch").replace("_per_s", "/s").replace("_per_", " per ")
+    name = name.replace("_s_per_batch", ", s/batch").replace("_per_", "/")
     return name.replace("megabytes/s", "MB/s").replace("resident_megabytes", "memory, MB").replace("_", " ")
 
 
