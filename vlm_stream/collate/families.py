@@ -263,14 +263,22 @@ class _CollateFns(MutableMapping[str, CollateFn]):
 COLLATE_FNS: Final = _CollateFns()
 
 
-def _by_class(class_name: str) -> Family | None:
+def _by_class(class_name: str, *, encodes: bool = False) -> Family | None:
     """Return the family that has a processor of that class: what was registered last comes first."""
-    return next((each for each in reversed(_FAMILIES.values()) if class_name in each.processors), None)
+    for family in reversed(_FAMILIES.values()):
+        if class_name in family.processors and not (encodes and family.only_function):
+            return family
+    return None
 
 
-def family_of(processor: Any) -> Family:
-    """Return the family of a processor's class or of a class above it; `default` where the table names none."""
-    found = (_by_class(kind.__name__) for kind in type(processor).__mro__)
+def family_of(processor: Any, *, encodes: bool = False) -> Family:
+    """Return the family of a processor's class or of a class above it; `default` where the table names none.
+
+    Args:
+        processor: A processor.
+        encodes: Leave out families that are nothing but a function of conversations.
+    """
+    found = (_by_class(kind.__name__, encodes=encodes) for kind in type(processor).__mro__)
     return next((family for family in found if family is not None), DEFAULT)
 
 

@@ -216,7 +216,7 @@ def _prefix_and_suffix(conversation: Conversation) -> Conversation:
 def _mark_suffix(conversation: Conversation) -> str:
     question, answer = conversation
     num_images = sum(item["type"] == "image" for item in iter_media([question]))
-    return "<image>" * num_images + message_text(question) + _BEFORE_ANSWER + message_text(answer)
+    return f"{'<image>' * num_images}{message_text(question)}{_BEFORE_ANSWER}{message_text(answer)}"
 
 
 def _call_with_suffix(

@@ -96,7 +96,7 @@ def _align(document: Sample, slots: int, padding_idx: int, mrope: bool) -> dict[
     rows[POSITIONS_KEY] = torch.arange(slots)
     if mrope:
         own = document.get(POSITIONS_KEY)
-        own = torch.arange(length).expand(3, -1) if own is None else own.long()
+        own = torch.arange(length).expand(3, -1) if own is None else own
         beyond = torch.arange(slots - length) + (int(own.max()) + 1 if length else 0)
         rows[POSITIONS_KEY] = torch.cat([own, beyond.expand(3, -1)], dim=1)
     return rows
@@ -115,13 +115,14 @@ def neat_packed_vlm_collater(
         batch: Packed samples of any lengths.
         padding_idx: Token id of padding.
         max_length: Length of every batch; None: that of the longest pack.
-        attn_implementation: The flash_attention family keeps the mask `[B, S]` of document numbers; anything else gets
-            a boolean mask `[B, 1, S, S]`.
+        attn_implementation: The flash_attention family keeps the mask `[B, S]` of document numbers; `mask4d` gets a
+            mask `[B, 1, S, S]` that is added to scores, anything else a boolean one.
         materialize_4d_mask: False keeps the mask of document numbers for every backend.
 
     Returns:
         `input_ids`, `labels`, `mm_token_type_ids` `[B, S]`, `position_ids` `[B, S]` or `[3, B, S]`, `attention_mask`,
-        the joined media, and `_packed_seq_ids` `[B, S]` (document numbers) where rows hold several documents.
+        the joined media (pixels in bfloat16), and `_packed_seq_ids` `[B, S]` (document numbers) where rows hold
+        several documents.
 
     Raises:
         ConfigError: A pack is longer than `max_length`.
@@ -136,18 +137,19 @@ def neat_packed_vlm_collater(
         )
     tokens = pad_rows(batch, pad_id=padding_idx, length=max_length)
     documents = tokens["attention_mask"]
+    dtype = torch.float32 if attn_implementation == "mask4d" else torch.bool
     is_compact = attn_implementation.startswith(_FLASH) or not materialize_4d_mask
     out: dict[str, Any] = {
         "input_ids": tokens["input_ids"],
         "labels": tokens["labels"],
         "mm_token_type_ids": tokens.get("mm_token_type_ids", torch.zeros_like(documents)),
         POSITIONS_KEY: _pad_positions(batch, documents.shape[1]),
-        "attention_mask": documents if is_compact else document_mask_4d(documents),
+        "attention_mask": documents if is_compact else document_mask_4d(documents, dtype),
     }
     if not materialize_4d_mask or bool((documents > 1).any()):
         out["_packed_seq_ids"] = documents
     counts = [[int(pack.get(key) or 0) for pack in batch] for key in ("n_images", "n_videos")]
-    return out | merge_media(batch) | counts_of(*counts)
+    return out | merge_media(batch, pixel_dtype=torch.bfloat16) | counts_of(*counts)
 
 
 def packed_sequence_thd_vlm_collater(
@@ -167,7 +169,7 @@ def packed_sequence_thd_vlm_collater(
 
     Returns:
         `input_ids`, `labels`, `position_ids`, `seq_lens`, `seq_lens_padded` `[B, most documents]`, `qkv_format`, and
-        the joined media.
+        the joined media, pixels in bfloat16.
 
     Raises:
         ValueError: A pack is too long, or its lengths contradict themselves or its tokens.
@@ -195,13 +197,14 @@ def packed_sequence_thd_vlm_collater(
         "seq_lens": _table(real, seq_lens_padding_value),
         "seq_lens_padded": _table(padded, seq_lens_padding_value),
         "qkv_format": "thd",
-    } | merge_media(batch)
+    } | merge_media(batch, pixel_dtype=torch.bfloat16)
 
 
 def _pad_positions(batch: Sequence[Sample], length: int) -> torch.Tensor:
     """Return `[B, length]`, or `[axes, B, length]` when some pack has several position axes (mRoPE)."""
     axes = max((pack[POSITIONS_KEY].shape[0] for pack in batch if pack[POSITIONS_KEY].ndim == 2), default=0)
-    out = torch.zeros((axes or 1, len(batch), length), dtype=torch.int64)
+    has_parts = any(pack[POSITIONS_KEY].is_floating_point() for pack in batch)  # of seconds, in Qwen-Omni's videos
+    out = torch.zeros((axes or 1, len(batch), length), dtype=torch.float32 if has_parts else torch.int64)
     for row, pack in enumerate(batch):
         positions = pack[POSITIONS_KEY]  # [axes, L], or [L] for a pack without media: the same on every axis
         out[:, row, : positions.shape[-1]] = positions

@@ -122,21 +122,22 @@ _KIMI_K25: Final = Family(
         video="<|kimi_k25_video_placeholder|>\n",
     ),
 )
+_GEMMA3_STYLE: Final = ChatStyle(
+    begin="{{ bos_token }}",
+    turn_begin="<start_of_turn>{{ role }}\n",
+    turn_end="<end_of_turn>",
+    after_turn="\n",
+    generation_prompt="<start_of_turn>model\n",
+    image="<start_of_image>",
+    assistant_name="model",
+)
 _GEMMA3: Final = Family(
     processor="Gemma3Processor",
     image="Gemma3ImageProcessor",
     tokens="<pad> <eos> <bos> <start_of_turn> <end_of_turn>",
     named={"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
     **_GEMMA,
-    style=ChatStyle(
-        begin="{{ bos_token }}",
-        turn_begin="<start_of_turn>{{ role }}\n",
-        turn_end="<end_of_turn>",
-        after_turn="\n",
-        generation_prompt="<start_of_turn>model\n",
-        image="<start_of_image>",
-        assistant_name="model",
-    ),
+    style=_GEMMA3_STYLE,
 )
 _GEMMA4: Final = Family(
     processor="Gemma4Processor",
@@ -305,7 +306,7 @@ _GEMMA3N: Final = replace(
     audio="Gemma3nAudioFeatureExtractor",
     named={**_GEMMA3.named, "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"}
     | {"audio_token": "<audio_soft_token>"},
-    style=replace(_GEMMA3.style, image="<image_soft_token>", audio="<audio_soft_token>"),
+    style=replace(_GEMMA3_STYLE, image="<image_soft_token>", audio="<audio_soft_token>"),
 )
 _PALIGEMMA: Final = Family(
     processor="PaliGemmaProcessor",
