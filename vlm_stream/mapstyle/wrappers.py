@@ -6,6 +6,7 @@ that is asked for them. The dataset's own dicts are never written to, so memory 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
@@ -17,6 +18,7 @@ from vlm_stream.collate import (
     align_up,
     as_documents,
     build_packed_vlm_sample,
+    family_of,
     shift_sample,
 )
 from vlm_stream.conversation import MEDIA_TYPES

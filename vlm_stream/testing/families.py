@@ -304,8 +304,8 @@ _GEMMA3N: Final = replace(
     image="SiglipImageProcessor",
     image_options={"size": {"height": 768, "width": 768}},
     audio="Gemma3nAudioFeatureExtractor",
-    named={**_GEMMA3.named, "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"}
-    | {"audio_token": "<audio_soft_token>"},
+    named=_GEMMA3.named
+    | {"boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>", "audio_token": "<audio_soft_token>"},
     style=replace(_GEMMA3_STYLE, image="<image_soft_token>", audio="<audio_soft_token>"),
 )
 _PALIGEMMA: Final = Family(
@@ -388,7 +388,6 @@ MORE_PARTS: Final = {
         processor="Idefics3Processor",
         image="Idefics3ImageProcessor",
         video=None,
-        video_options={},
         needs=None,
         options={"image_seq_len": 169},
     ),
