@@ -156,7 +156,7 @@ def measure_memory(folder: Path) -> dict[str, Any]:
     from vlm_stream.recipe import normalise_sources
     from vlm_stream.world import World
 
-    options = StreamOptions(**OPTIONS, collate_fn=take_nothing, bad_budget=None)
+    options = StreamOptions(**OPTIONS, collate=take_nothing, bad_budget=None)
     plan = open_plan(normalise_sources(str(folder)), options)
     begin = time.perf_counter()
     planned = plan.blueprints(World(0, WORLD))

@@ -54,7 +54,7 @@ def test_values_get_their_declared_types(given, expected):
         ({"stop": "frst"}, "stop is 'frst'; did you mean 'first'[?] Allowed: all, each, first, never"),
         ({"pixels": "yes"}, "pixels is 'yes'; Allowed: False, True, compact, full"),
         ({"attention": "mask"}, "attention is 'mask'; did you mean 'mask4d'"),
-        ({"collate_fn": 3}, "collate_fn is 3, which it cannot be: input should be callable"),
+        ({"collate_fn": 3}, "collate is 3, which it cannot be: give a name, or a function"),
         ({"requests_per_s": 0}, "requests_per_s is 0.0, but it must be at least 0.001"),
         ({"max_inflight": 0}, "max_inflight is 0, but it counts something"),
         ({"cache_dir": "x"}, "cache_dir and cache_bytes belong together"),
@@ -80,7 +80,7 @@ def test_every_choice_is_known_to_the_rooms():
             StreamOptions.parse({"pack_size": 64, name: value})
             tried += 1
     assert tried >= 25
-    assert set(get_args(types["attention"])) == set(ATTENTION_FORMS)
+    assert set(get_args(types["attention"])) == {*ATTENTION_FORMS, "indexed"}
 
 
 def test_reads_are_limited_as_the_options_say():

@@ -100,21 +100,29 @@ class StreamOptions:
     fps: float | None = option(None, "Frames per second that are read of videos; None: what the processor says.")
     max_frames: int | None = option(None, "Most frames of a video; None: what the processor says.", least=1)
     video_backend: Literal["auto", "av", "decord", "torchcodec"] = option("auto", "What decodes videos.")
-    hf_labels: bool = option(
-        True, "Labels for the loss of transformers, which shifts them; False: shifted here, as Automodel expects."
+    collate: str | CollateFn = option(
+        "auto",
+        "The form of batches: auto (of the processor's family, for transformers), neat or thd (NeMo Automodel's packed "
+        "forms), the name of a family or of a registered processor class, or a function.",
+        flag=True,
     )
-    attention: Literal["positions", "mask4d", "mask4d_bool"] = option(
+    """A function is called with the rows and the processor, and returns a dict. A packed row is a list of encoded
+    samples. Without a processor nothing can replace bad samples or fill the last step: rows may then be fewer, none at
+    all, or empty. `collate_fn=` is another name of this option. See docs/families.md."""
+    hf_labels: bool | None = option(
+        None,
+        "Labels for the loss of transformers, which shifts them; False: shifted here, as Automodel expects. None: "
+        "True, but False where collate names one of Automodel's forms.",
+    )
+    attention: Literal["positions", "mask4d", "mask4d_bool", "indexed"] = option(
         "positions",
-        "Packed documents are kept apart by positions (flash attention, SDPA, eager) or by a 4-D mask.",
+        "Packed documents are kept apart by positions (flash attention, SDPA, eager), a 4-D mask, or (neat) numbers.",
     )
+    """With `collate="neat"`: `positions` and `mask4d_bool` give the bool mask for SDPA, `mask4d` one that is added to
+    scores (eager), `indexed` the numbers of documents `[B, S]` for attn_implementation=flash_attention_*."""
     pad_rows: bool = option(
         False, "Pad packed rows to pack_size, for compiled models; otherwise to the longest of the batch."
     )
-    collate_fn: CollateFn | None = option(
-        None, "Called with the rows and the processor instead of our own collation; returns a dict."
-    )
-    """A packed row is a list of samples. Without a processor nothing can replace bad samples or fill the last step:
-    rows may then be fewer, none at all, or empty."""
     pp_microbatches: int | None = option(None, "Cut media for this many pipeline micro-batches.", least=1)
     """Rows that are not packed get their multi-axis positions here too: later stages have nothing to compute them
     from."""
@@ -163,7 +171,11 @@ class StreamOptions:
         from vlm_stream.plan import OVERRIDES
         from vlm_stream.storage import StoreOptions
 
+        if not isinstance(self.collate, str) and not callable(self.collate):
+            raise ConfigError(f"collate is {self.collate!r}, which it cannot be: give a name, or a function")
         check_fields(self, StoreOptions)
+        if self.hf_labels is None:
+            object.__setattr__(self, "hf_labels", callable(self.collate) or self.collate == "auto")
         if self.mode == "packed" and self.pack_size is None:
             raise ConfigError(
                 "mode='packed' without pack_size: the capacity of a row is not known; set pack_size to the sequence "
@@ -207,6 +219,11 @@ class StreamOptions:
         Raises:
             ConfigError: A name is unknown (the nearest one is named), or a value has the wrong type or meaning.
         """
+        options = dict(options)
+        if "collate_fn" in options:
+            if "collate" in options:
+                raise ConfigError("collate_fn is another name of collate, and both are given; give one of them")
+            options["collate"] = options.pop("collate_fn") or "auto"
         check_names(cls, options, others)
         return cls(**options)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlm_stream.blueprint import BatchName, Blueprint, Piece, Planned, Work
-from vlm_stream.build import BuildConfig
+from vlm_stream.build import BuildConfig, choose_family
 from vlm_stream.encode import inject_fake_image
 from vlm_stream.errors import ConfigError, DatasetError
 from vlm_stream.format import IndexCache, OpenDataset
@@ -95,6 +95,21 @@ class Datasets:
                 f"for {counted.processor_class}" if counted.kind == "exact" else "by a guess",
                 source.url,
             )
+
+    def check_text_only(self, tokenizer: Any) -> None:
+        """Refuse a bare tokenizer where there are media.
+
+        Raises:
+            ConfigError: A source has media, which a tokenizer does not read.
+        """
+        for source, dataset in zip(self.sources, self.opened, strict=True):
+            totals = dataset.manifest.totals
+            if totals.samples != totals.text_only:
+                raise ConfigError(
+                    f"the processor is a {type(tokenizer).__name__}, which reads text alone, and "
+                    f"{totals.samples - totals.text_only} of the {totals.samples} samples of {source.url} have media, "
+                    f"so none of them could be encoded; give the model's processor (AutoProcessor.from_pretrained)"
+                )
 
     def draw(self, refs: Sequence[Ref]) -> list[Drawn]:
         """Look samples up."""
@@ -250,7 +265,10 @@ def open_plan(
         processor: Counts media; None: the geometry that the datasets were counted with.
         given: The processor as the user gave it (a name, say), for builders; by default the processor itself.
     """
+    family = None if processor is None else choose_family(processor, options)
     datasets = Datasets(sources, options)
+    if processor is not None and not hasattr(processor, "tokenizer"):
+        datasets.check_text_only(processor)
     geometry = datasets.geometry() if processor is None else Geometry.from_processor(processor)
     geometry = _with_frames(geometry, options)
     fake_tokens = 0
@@ -281,7 +299,11 @@ def open_plan(
         planner=Planner(read.specs(weigh_by=config.mixture.weigh_by), read, config, allow=options.allow),
         datasets=datasets,
         build=BuildConfig(
-            processor=processor if given is None else given, options=options, frames=geometry.frames, sources=named
+            processor=processor if given is None else given,
+            options=options,
+            frames=geometry.frames,
+            sources=named,
+            family=family,
         ),
     )
 

@@ -1,7 +1,7 @@
 """Families whose processors are remote code, with the smallest faithful stand-ins; and phi4, gemma4, omni, nemotron.
 
-STAND-INS: `KimiVLProcessor`, `KimiK25Processor` and `NemotronParseProcessor` ship in no wheel. The classes here have
-their names and call signatures, a real tokenizer, and toy image parts.
+STAND-INS: `KimiVLProcessor`, `KimiK25Processor`, `NemotronParseProcessor` and `Phi4MMProcessor` ship in no wheel; those
+of `vlm_stream.testing.remote` have their names and call signatures, a real tokenizer, and toy image parts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ from vlm_stream.collate import (
     qwen3_omni_collate_fn,
     register_collate,
 )
-from vlm_stream.collate.token_edits import GEMMA4_THINKING_PREFIX, expand_image_tokens
+from vlm_stream.collate.family_steps import GEMMA4_THINKING_PREFIX
+from vlm_stream.collate.kimi import expand_image_tokens
 from vlm_stream.encode import IGNORE, Encoder
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.testing import build_processor, make_mp4, make_toy_image, make_wav
-
-PATCH = 14
+from vlm_stream.testing.remote import (
+    PATCH,
+    KimiK25Processor,
+    KimiVLProcessor,
+    NemotronParseProcessor,
+    build_stand_in,
+)
 
 
 def example(words: str, *media: dict, answer: str = "Yes.") -> dict:
@@ -48,54 +54,6 @@ def image(height: int = 28, width: int = 56) -> dict:
 
 def learned(labels: torch.Tensor, processor) -> str:
     return processor.tokenizer.decode(labels[labels != IGNORE])
-
-
-class _KimiParts:
-    """What the stand-ins share: Kimi's real tokenizer and template, images as rows of patches."""
-
-    def __init__(self):
-        native = build_processor("kimi_k25")
-        self.tokenizer, self.chat_template = native.tokenizer, native.chat_template
-        self.image_processor = native.image_processor
-
-    def apply_chat_template(self, conversation, tokenize=False, **kwargs):
-        return self.tokenizer.apply_chat_template(
-            conversation, chat_template=self.chat_template, tokenize=tokenize, **kwargs
-        )
-
-    def _patches(self, images):
-        grids = torch.tensor([[1, i.height // PATCH, i.width // PATCH] for i in images])
-        return torch.ones(int(grids.prod(-1).sum()), 3, PATCH, PATCH), grids
-
-
-class KimiVLProcessor(_KimiParts):
-    """Stand-in: takes a flat list of images and expands placeholders itself."""
-
-    def __call__(self, text, images=None, return_tensors=None, padding=False, add_special_tokens=True):
-        extra = {}
-        if images:
-            pixels, grids = self._patches(images)
-            extra = {"pixel_values": pixels, "image_grid_hws": grids[:, 1:]}
-            counts = iter((grids.prod(-1) // 4).tolist())
-            pad = "<|media_pad|>"
-            text = [
-                "".join(part + (pad * next(counts) if i < t.count(pad) else "") for i, part in enumerate(t.split(pad)))
-                for t in text
-            ]
-        out = self.tokenizer(text, return_tensors="pt", padding=padding, add_special_tokens=add_special_tokens)
-        return {**out, **extra}
-
-
-class KimiK25Processor(_KimiParts):
-    """Stand-in: takes `medias`, leaves one placeholder per image, returns `grid_thws`."""
-
-    media_placeholder_token_id: int | None = None
-
-    def __call__(self, text=None, medias=None, return_tensors=None):
-        out = dict(self.tokenizer([text], return_tensors="pt"))
-        if medias:
-            out["pixel_values"], out["grid_thws"] = self._patches([m["image"] for m in medias])
-        return out
 
 
 @pytest.fixture(scope="module")
@@ -159,23 +117,6 @@ class TestKimiK25:
         assert batch["input_ids"].shape == (2, 199)
         assert torch.equal(batch["grid_thws"], batch["image_grid_thw"])
         assert batch["n_videos_per_sample"].tolist() == [1, 0]
-
-
-class NemotronParseProcessor:
-    """Stand-in: an image part that stacks pages, a tokenizer, no chat template."""
-
-    def __init__(self):
-        from vlm_stream.testing.tokenizer import train_tokenizer
-
-        tokens = ("<s>", "</s>", "<pad>", "<predict_bbox>", "<predict_classes>", "<output_markdown>")
-        self.tokenizer = train_tokenizer(tokens, eos="</s>", pad="<pad>", bos="<s>")
-
-    def __call__(self, images, text, padding, return_tensors):
-        out = dict(
-            self.tokenizer([t + "</s>" for t in text], padding=padding, return_tensors="pt", add_special_tokens=False)
-        )
-        pages = [np.asarray(i.resize((8, 8)), dtype=np.float32) for i in images if i is not None]
-        return out | ({"pixel_values": torch.tensor(np.stack(pages))} if pages else {})
 
 
 def test_nemotron_parse():
@@ -283,11 +224,7 @@ def test_nemotron_omni_frames_names_and_limits():
     with pytest.raises(NotImplementedError, match="one video per sample"):
         nemotron_omni_collate_fn([example("?", video, video)], processor)
 
-    class NemotronH_Nano_Omni_Reasoning_V3Processor(type(processor)):  # noqa: N801 - the remote class's name
-        pass
-
-    processor.__class__ = NemotronH_Nano_Omni_Reasoning_V3Processor
-    remote = nemotron_omni_collate_fn([example("?", audio, image())], processor)
+    remote = nemotron_omni_collate_fn([example("?", audio, image())], build_stand_in("nemotron_omni_remote"))
     assert "sound_features" in remote
     assert remote["image_flags"].shape[1] == 1
 
@@ -355,11 +292,8 @@ def test_rows_encoded_one_by_one_make_the_batch_of_the_family(build, collate, me
     processor = build()
     processor.tokenizer.padding_side = "right"
     examples = [example("What? " * (number + 1), *items) for number, items in enumerate(media)]
-    encode_row = family_of(processor).encode_row
-    if encode_row is None:
-        rows = [Encoder(processor).encode(e["conversation"], {}) for e in examples]
-    else:
-        rows = [encode_row(e, processor) for e in examples]
+    encoder = Encoder(processor, steps=family_of(processor).steps_for(processor))
+    rows = [encoder.encode(e["conversation"], {}) for e in examples]
     ours, theirs = collate_encoded(rows, processor), collate(examples, processor)
     # Families without grids count media in conversations; a stream knows the counts without looking at rows.
     assert set(theirs) - set(ours) <= {"n_images_per_sample", "n_videos_per_sample"}

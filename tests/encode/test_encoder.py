@@ -323,14 +323,8 @@ def test_media_tokens_must_match_the_grids():
     assert caught.value.reason == "media_token_mismatch"
 
 
-def test_template_variables_and_image_options_are_passed():
-    template = "{{ mood }}" + STRING_ONLY
-    encoder = Encoder(
-        build_processor("qwen2_5_vl", chat_template=template),
-        EncodeConfig(template_kwargs={"mood": "calm "}, image=ImageConfig(max_pixels=10)),
-    )
-    sample = encoder.encode(chat(text("Hi")), {})
-    assert encoder.processor.tokenizer.decode(sample["input_ids"]).startswith("calm <|im_start|>")
+def test_image_options_are_passed():
+    encoder = Encoder(build_processor("qwen2_5_vl"), EncodeConfig(image=ImageConfig(max_pixels=10)))
     with pytest.raises(BadSampleError, match="more than the limit of 10"):
         encoder.encode(chat(IMAGE), MEMBERS)
 

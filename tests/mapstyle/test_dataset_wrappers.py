@@ -65,16 +65,21 @@ def test_long_samples_are_replaced_or_cut(processor: Any, samples: Samples) -> N
     assert cut.ledger.num_bad == 0
 
 
-def test_a_hook_sees_labelled_samples_before_their_length_is_checked(processor: Any, samples: Samples) -> None:
-    def double(sample: dict[str, Any], given: Any) -> dict[str, Any]:
-        assert given is processor
-        return sample | {key: sample[key].repeat(2) for key in ("input_ids", "labels", "attention_mask")}
+def test_a_hook_sees_the_batch_of_one_before_there_are_labels(processor: Any) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    data = [{"conversation": turns}]
 
-    short = PreTokenizedDatasetWrapper(samples[:1], processor, inject_fake_images=False)
-    length = len(short[0]["input_ids"])
-    hooked = PreTokenizedDatasetWrapper(
-        samples[:1], processor, length, 1, post_tokenize_hook=double, inject_fake_images=False
-    )
+    def double(batch: dict[str, Any], given: Any) -> dict[str, Any]:
+        assert given is processor
+        assert "labels" not in batch
+        assert batch["input_ids"].shape[0] == 1
+        return batch | {key: batch[key].repeat(1, 2) for key in ("input_ids", "attention_mask", "mm_token_type_ids")}
+
+    plain = PreTokenizedDatasetWrapper(data, processor, inject_fake_images=False)[0]
+    length = len(plain["input_ids"])
+    twice = PreTokenizedDatasetWrapper(data, processor, post_tokenize_hook=double, inject_fake_images=False)[0]
+    assert twice["labels"].tolist() == plain["labels"].tolist() * 2
+    hooked = PreTokenizedDatasetWrapper(data, processor, length, 1, post_tokenize_hook=double, inject_fake_images=False)
     with pytest.raises(RuntimeError, match="Failed to load a valid sample after 1 retries") as failed:
         hooked[0]
     assert f"{2 * length} tokens, more than {length}" in str(failed.value.__cause__)

@@ -66,10 +66,6 @@ def test_every_setting_is_the_processors(name, value):
         assert_pixels_equal(processor)
 
 
-def test_options_of_a_call_count(fresh):
-    assert_pixels_equal(fresh, processor_kwargs={"images_kwargs": {"do_normalize": False}})
-
-
 def test_settings_changed_later_hold_for_both(fresh):
     compact = Encoder(fresh, EncodeConfig(pixels="compact"))
     compact.encode(CHAT, {})

@@ -11,7 +11,8 @@ same without a processor), `collators.py` (packed, padded, or the user's),
 from __future__ import annotations
 
 from vlm_stream.build.builder import BuildConfig, Builder, Watch
+from vlm_stream.build.collators import choose_family
 from vlm_stream.build.delivery import ITEM_COUNT, Delivery, UnknownLabels
 from vlm_stream.build.rows import RawSample
 
-__all__ = ["ITEM_COUNT", "BuildConfig", "Builder", "Delivery", "RawSample", "UnknownLabels", "Watch"]
+__all__ = ["ITEM_COUNT", "BuildConfig", "Builder", "Delivery", "RawSample", "UnknownLabels", "Watch", "choose_family"]

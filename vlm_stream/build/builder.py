@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from vlm_stream.build.collators import make_collator
+from vlm_stream.build.collators import choose_family, make_collator
 from vlm_stream.build.delivery import Delivery, add_item_count
-from vlm_stream.build.rows import RawRows, RowBuilder
+from vlm_stream.build.rows import ExampleRows, RawRows, RowBuilder
 from vlm_stream.encode import IGNORE, Encoder
 from vlm_stream.errors import BadSampleError, blame_sample
 from vlm_stream.ledger import BadSample
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vlm_stream.blueprint import Blueprint, Piece, SampleRef
+    from vlm_stream.collate import Family
     from vlm_stream.format import FieldMap
     from vlm_stream.options import StreamOptions
     from vlm_stream.storage import Reading, SpanResult
@@ -46,6 +47,8 @@ class BuildConfig:
     """Which frames of videos are read."""
     sources: tuple[tuple[str, FieldMap], ...]
     """Name of each source, and how members become a conversation."""
+    family: Family | None = None
+    """What the processor's family wants; None: it is looked up where batches are built."""
 
     def open(self, watch: Watch | None = None) -> Builder:
         """Return a builder."""
@@ -90,8 +93,10 @@ class Builder:
         if processor is None:
             self._rows = RawRows(options)
         else:
-            encoder = Encoder(processor, options.encode(config.frames))
-            self._rows = RowBuilder(encoder, make_collator(processor, options), pixels=bool(options.pixels))
+            family = config.family or choose_family(processor, options)
+            encoder = Encoder(processor, options.encode(config.frames), family.steps_for(processor))
+            kind = RowBuilder if callable(options.collate) or not family.only_function else ExampleRows
+            self._rows = kind(encoder, make_collator(processor, options, family), pixels=bool(options.pixels))
         self._reader = SpanReader(options.read(), options.store)
 
     def __enter__(self) -> Builder:

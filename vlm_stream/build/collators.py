@@ -1,12 +1,13 @@
-"""How rows of encoded samples become a batch: packed, padded, or by a function of the user's.
+"""How rows of encoded samples become a batch: packed, padded, in NeMo Automodel's forms, or by a user's function.
 
-The first two give what `model(**batch, use_cache=False)` of a transformers model takes: labels that are not shifted
-(the model's loss does that, once), positions that restart with each packed document, media joined in row order.
+Enters: rows of encoded samples; the family says which keys they need, the options which form. `auto` gives what
+`model(**batch, use_cache=False)` of a transformers model takes: labels that are not shifted (the model's loss does
+that, once), positions that restart with each packed document, media joined in row order.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -14,25 +15,37 @@ from torch.nn.functional import pad
 from vlm_stream.collate import (
     PositionRule,
     build_hf_pack,
+    build_packed_vlm_sample,
     count_media,
+    family_of,
+    find_family,
     join_hf_packs,
+    media_of,
     merge_media,
+    neat_packed_vlm_collater,
+    packed_sequence_thd_vlm_collater,
     pad_collate_fn,
+    pad_id_of,
+    pad_rows,
+    shift_sample,
 )
 from vlm_stream.errors import ConfigError
-from vlm_stream.keys import IGNORE, PIXEL_KEYS
+from vlm_stream.keys import IGNORE, MEDIA_KEYS, PIXEL_KEYS, PIXEL_SPEC_KEY, POSITIONS_KEY
 from vlm_stream.pixels import carry_spec
 from vlm_stream.pp_media import prepare_vlm_media_for_pp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vlm_stream.collate import Positions
+    from vlm_stream.collate import Family, Positions
     from vlm_stream.options import CollateFn, StreamOptions
 
-__all__ = ["Collator", "CustomCollator", "PackedCollator", "PaddedCollator", "make_collator"]
+    Row = Sequence[dict[str, Any]]
+    Joined = tuple[Sequence[dict[str, Any]], dict[str, Any]]
 
-_TOKEN_FILLS = {"input_ids": None, "attention_mask": 0, "labels": IGNORE, "mm_token_type_ids": 0, "token_type_ids": 0}
+__all__ = ["Collator", "CustomCollator", "choose_family", "make_collator"]
+
+_PACKED_FORMS: Final = ("neat", "thd")
 
 
 class Collator(Protocol):
@@ -43,89 +56,182 @@ class Collator(Protocol):
     is_ours: bool
     """What it raises can be the fault of a sample; not so for a function of the user's."""
 
-    def __call__(self, rows: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return the batch; every row has at least one sample."""
         ...
 
 
-class PackedCollator:
-    """Several samples a row, as documents that do not see each other."""
+def choose_family(processor: Any, options: StreamOptions) -> Family:
+    """Return the family whose steps and keys the batches of a run follow.
+
+    Raises:
+        ConfigError: The family is not known, or cannot have the form that the options ask for.
+    """
+    collate = options.collate
+    form = "a function" if callable(collate) else collate
+    if form in ("auto", "neat", "thd", "a function"):
+        family = family_of(processor, encodes=form != "auto")
+    else:
+        family = find_family(form)
+    who = f"{type(processor).__name__} (family {family.name!r})"
+    if form in _PACKED_FORMS and options.mode != "packed":
+        raise ConfigError(
+            f"collate={form!r} joins the documents of packed rows, but mode is {options.mode!r}, so {who} has one "
+            f"sample a row; use mode='packed' with a pack_size, or collate='auto'"
+        )
+    if options.mode == "packed" and form != "a function" and (family.no_packing or family.only_function):
+        why = family.no_packing or "its registered function takes conversations, and makes the rows itself"
+        raise ConfigError(f"{who} cannot be packed: {why}; use mode='grouped' or mode='plain'")
+    if family.only_function and options.pixels not in ("full", True):
+        raise ConfigError(
+            f"the registered function of {who} is given the media themselves, so pixels={options.pixels!r} cannot be "
+            f"honoured; leave pixels out"
+        )
+    if (form == "neat") != (options.attention == "indexed") and options.attention == "indexed":
+        raise ConfigError(
+            f"attention='indexed' is a mask of document numbers, which collate='neat' writes and collate={form!r} does "
+            f"not; use collate='neat', or another attention"
+        )
+    if form == "thd" and options.attention != "positions":
+        raise ConfigError(
+            f"collate='thd' tells documents apart by their lengths and has no mask, but attention is "
+            f"{options.attention!r}; leave attention out, or use collate='neat'"
+        )
+    return family
+
+
+class RowCollator:
+    """Joins encoded rows in the form that the options ask for."""
 
     is_ours = True
 
-    def __init__(self, processor: Any, options: StreamOptions) -> None:
-        """Read the padding token and the family's position rule from the processor."""
-        self.capacity: int | None = options.pack_size
-        self._padding_idx = _padding_idx(processor)
-        self._positions = _position_rule(processor, options)
-        self._options = options
+    def __init__(self, processor: Any, options: StreamOptions, family: Family) -> None:
+        """Read the padding token and the family's position rule from the processor.
 
-    def __call__(self, rows: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-        """Pack each row, then pad the rows to the longest."""
+        Rows that are not packed need positions only where the model cannot follow its own rule: stages of a pipeline
+        behind the first have no grids; and of a hidden fake image models skip the tokens but not the grid, and so give
+        it to the next row.
+        """
+        is_packed = options.mode == "packed"
+        self.capacity: int | None = options.pack_size if is_packed else None
+        self._processor, self._options, self._family = processor, options, family
+        self._padding_idx = pad_id_of(processor)
+        self._for_pipeline = options.pp_microbatches is not None
+        self._hf_labels = bool(options.hf_labels) and not family.shifted
+        is_named = options.collate not in ("auto", *_PACKED_FORMS)
+        if is_packed:
+            forms = {"neat": self._join_neat, "thd": self._join_thd}
+            self._join = forms.get(str(options.collate), self._join_hf)
+        elif is_named:
+            self._join = self._join_named
+        else:
+            self._join = self._join_padded if self._hf_labels else self._join_shifted
+        needs_positions = is_packed or ((self._hf_labels or is_named) and (self._for_pipeline or options.fake_image))
+        self._positions = _position_rule(processor, options) if needs_positions else None
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Return the batch with the family's keys, its media cut for a pipeline if they are to be."""
+        units, batch = self._join(rows)
+        if self._hf_labels and not (batch["labels"] != IGNORE).any():
+            # transformers would divide by no labels and return NaN. Where the labels of the whole step are known, these
+            # take the place of the 1 (see `delivery.py`).
+            batch["num_items_in_batch"] = torch.ones((), dtype=torch.long)
+        if self._options.pp_microbatches is not None:
+            owned = _other_media(units)
+            prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), self._options.pp_microbatches, owned=owned)
+        return batch
+
+    def _finish(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return batch if self._family.finish is None else self._family.finish(batch, self._processor)
+
+    def _join_hf(self, rows: Sequence[Row]) -> Joined:
+        """Several samples a row, as documents that do not see each other."""
         options = self._options
         packs = [
             build_hf_pack(
                 row,
                 padding_idx=self._padding_idx,
                 positions=self._positions,
-                hf_labels=options.hf_labels,
+                hf_labels=self._hf_labels,
                 attention=options.attention,
             )
             for row in rows
         ]
-        return join_hf_packs(
+        pad_to = options.pack_size if options.pad_rows else None
+        batch = join_hf_packs(packs, padding_idx=self._padding_idx, pad_to=pad_to, media_counts=self._for_pipeline)
+        return packs, self._finish(batch)
+
+    def _join_neat(self, rows: Sequence[Row]) -> Joined:
+        """The reference's packed form, with a mask of document numbers or a 4-D one."""
+        options, packs = self._options, [self._pack(row) for row in rows]
+        batch = neat_packed_vlm_collater(
             packs,
-            padding_idx=self._padding_idx,
-            pad_to=options.pack_size if options.pad_rows else None,
-            media_counts=options.pp_microbatches is not None,
+            self._padding_idx,
+            options.pack_size if options.pad_rows else None,
+            attn_implementation=options.attention,
+            materialize_4d_mask=options.attention != "indexed",
+        )
+        return packs, self._finish(batch | _lengths(packs) | count_media(packs))
+
+    def _join_thd(self, rows: Sequence[Row]) -> Joined:
+        """The reference's packed form with the lengths of the documents."""
+        options, packs = self._options, [self._pack(row) for row in rows]
+        length = options.pack_size if options.pad_rows else None
+        batch = packed_sequence_thd_vlm_collater(packs, self._padding_idx, length)
+        return packs, self._finish(batch | count_media(packs))
+
+    def _pack(self, row: Row) -> dict[str, Any]:
+        rule = self._positions
+        samples = [sample if rule is None else {**sample, POSITIONS_KEY: rule(sample)} for sample in row]
+        if self._hf_labels:
+            samples = [{**sample, "labels": _without_first(sample["labels"])} for sample in samples]
+        else:
+            samples = [shift_sample(sample, has_mrope=rule is not None) for sample in samples]
+        return build_packed_vlm_sample(
+            samples,
+            self._options.pack_size or 0,
+            self._padding_idx,
+            has_mrope=rule is not None,
+            sequence_alignment=self._options.alignment,
         )
 
-
-class PaddedCollator:
-    """One sample a row, padded on the right to the longest."""
-
-    capacity: int | None = None
-    is_ours = True
-
-    def __init__(self, processor: Any, options: StreamOptions) -> None:
-        """Read the padding token from the processor; and the position rule, where the model cannot follow its own.
-
-        Stages behind the first have no grids; and of a hidden fake image models skip the tokens but not the grid, and
-        so give it to the next row.
-        """
-        self._padding_idx = _padding_idx(processor)
-        self._for_pipeline = options.pp_microbatches is not None
-        needs_positions = self._for_pipeline or options.fake_image
-        self._positions = _position_rule(processor, options) if needs_positions else None
-
-    def __call__(self, rows: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-        """Pad and stack."""
+    def _join_padded(self, rows: Sequence[Row]) -> Joined:
+        """One sample a row, padded on the right to the longest."""
         samples = [sample for row in rows for sample in row]
-        length = max(len(sample["input_ids"]) for sample in samples)
-        batch = {}
-        for key, fill in _TOKEN_FILLS.items():
-            if any(key in sample for sample in samples):
-                value = self._padding_idx if fill is None else fill
-                batch[key] = torch.stack([_padded(sample, key, length, value) for sample in samples])
-        if "labels" in batch:
-            batch["labels"][:, 0] = IGNORE  # no token comes before it: losses do not learn it, and must not count it
-        axes = [None if self._positions is None else self._positions(sample) for sample in samples]
-        known = [pad(row, (0, length - row.shape[1])) for row in axes if row is not None]  # each [3, length]
-        if known:
-            batch["position_ids"] = torch.stack(known, dim=1)
+        batch: dict[str, Any] = dict(pad_rows(samples, pad_id=self._padding_idx))
+        batch["labels"][:, 0] = IGNORE  # no token comes before it: losses do not learn it, and must not count it
         counts = count_media(samples) if self._for_pipeline else {}
-        return batch | counts | merge_media(samples)
+        batch |= self._row_positions(samples, batch["input_ids"].shape[1]) | counts | merge_media(samples)
+        return samples, self._finish(batch)
+
+    def _join_shifted(self, rows: Sequence[Row]) -> Joined:
+        samples = [sample for row in rows for sample in row]
+        counts = count_media(samples) if self._for_pipeline else {}
+        return samples, self._finish(pad_collate_fn(samples, self._processor) | counts)
+
+    def _join_named(self, rows: Sequence[Row]) -> Joined:
+        """The batch of the family's own collate function."""
+        samples = [sample for row in rows for sample in row]
+        batch = self._family.collate_rows(samples, self._processor, shifted=not self._hf_labels)
+        if self._hf_labels:
+            batch["labels"][:, 0] = IGNORE
+        return samples, batch | self._row_positions(samples, batch["input_ids"].shape[1]) | count_media(samples)
+
+    def _row_positions(self, samples: Row, length: int) -> dict[str, Any]:
+        axes = [None if self._positions is None else self._positions(sample) for sample in samples]
+        known = [pad(row[:, :length], (0, max(length - row.shape[1], 0))) for row in axes if row is not None]
+        return {POSITIONS_KEY: torch.stack(known, dim=1)} if known else {}  # [3, B, length]
 
 
 class CustomCollator:
-    """A function of the user's (or one of `vlm_stream.collate`), called with the rows and the processor."""
+    """A function of the user's, called with the rows and the processor."""
 
-    def __init__(self, function: CollateFn, processor: Any, capacity: int | None) -> None:
+    is_ours = False
+
+    def __init__(self, function: CollateFn, processor: Any, options: StreamOptions) -> None:
         """Keep the function; a capacity means that rows are packs."""
-        self.capacity = capacity
-        self.is_ours = function is pad_collate_fn
-        self._function = function
-        self._processor = processor
+        self.capacity = options.pack_size if options.mode == "packed" else None
+        self._function, self._processor, self._options = function, processor, options
 
     def __call__(self, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Call it: a packed row is a list of samples, any other row a sample."""
@@ -136,46 +242,26 @@ class CustomCollator:
                 f"collate_fn returned {type(batch).__name__}, but a batch is a dict, to which names of samples may be "
                 f"added; return one, for instance {{'samples': ...}}"
             )
-        return batch
-
-
-def make_collator(processor: Any, options: StreamOptions) -> Collator:
-    """Return the collator that the options ask for, with media cut for a pipeline if they do."""
-    collator: Collator
-    if options.collate_fn is not None:
-        collator = CustomCollator(options.collate_fn, processor, options.pack_size if _packs(options) else None)
-    elif _packs(options):
-        collator = PackedCollator(processor, options)
-    elif options.hf_labels:
-        collator = PaddedCollator(processor, options)
-    else:
-        collator = CustomCollator(pad_collate_fn, processor, None)
-    return _Finished(collator, options)
-
-
-class _Finished:
-    """What every batch gets at last, however it was joined."""
-
-    def __init__(self, collator: Collator, options: StreamOptions) -> None:
-        self.capacity = collator.capacity
-        self.is_ours = collator.is_ours
-        self._collator = collator
-        self._options = options
-
-    def __call__(self, rows: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-        batch = self._collator(rows)
         if self._options.pixels == "compact" and any(name in batch for name in PIXEL_KEYS):
-            # A collation of the user's need not know that its pixels are compact.
-            batch |= carry_spec(sample for row in rows for sample in row)
-        if self._options.hf_labels and self._options.collate_fn is None:
-            batch = _with_safe_loss(batch)
+            batch |= carry_spec(sample for row in rows for sample in row)  # it need not know of compact pixels
         if self._options.pp_microbatches is not None:
             prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), self._options.pp_microbatches)
         return batch
 
 
-def _packs(options: StreamOptions) -> bool:
-    return options.mode == "packed"
+class FunctionCollator(CustomCollator):
+    """A function of conversations that somebody registered: what it raises can be a sample's fault."""
+
+    is_ours = True
+
+
+def make_collator(processor: Any, options: StreamOptions, family: Family) -> Collator:
+    """Return the collator that the options ask for."""
+    if callable(options.collate):
+        return CustomCollator(options.collate, processor, options)
+    if family.only_function and family.function is not None:
+        return FunctionCollator(family.function, processor, options)
+    return RowCollator(processor, options, family)
 
 
 def _position_rule(processor: Any, options: StreamOptions) -> Positions | None:
@@ -187,26 +273,24 @@ def _position_rule(processor: Any, options: StreamOptions) -> Positions | None:
         raise ConfigError(f"{error} A stream takes the config as model_config=model.config.") from error
 
 
-def _padding_idx(processor: Any) -> int:
-    tokenizer = getattr(processor, "tokenizer", processor)
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+def _without_first(labels: torch.Tensor) -> torch.Tensor:
+    """Return labels whose first is IGNORE: the token before it is of another document."""
+    return torch.cat([labels.new_full((1,), IGNORE), labels[1:]])
 
 
-def _padded(sample: dict[str, Any], key: str, length: int, fill: int) -> torch.Tensor:
-    num_tokens = len(sample["input_ids"])
-    row = torch.full((length,), fill, dtype=torch.long)
-    if key in sample:
-        row[:num_tokens] = sample[key].reshape(-1)
-    elif key == "attention_mask":
-        row[:num_tokens] = 1
-    return row
+def _lengths(packs: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return the lengths of documents `[B, most documents]`, 0 where a row has fewer."""
+    most = max(len(pack["seq_lens"]) for pack in packs)
+    return {
+        key: torch.tensor([[*pack[key], *[0] * (most - len(pack[key]))] for pack in packs])
+        for key in ("seq_lens", "seq_lens_padded")
+    }
 
 
-def _with_safe_loss(batch: dict[str, Any]) -> dict[str, Any]:
-    """Keep the loss of a batch without any label at zero: transformers would divide by no labels and return NaN.
-
-    Where the labels of the whole step are known, these take the place of the 1 (see `delivery.py`).
-    """
-    if not (batch["labels"] != IGNORE).any():
-        batch["num_items_in_batch"] = torch.ones((), dtype=torch.long)
-    return batch
+def _other_media(units: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """Return how many entries of each further medium (sound, tiles under names of their own) every row has."""
+    media = [media_of(unit) for unit in units]
+    names = {name for one in media for name in one} - {PIXEL_SPEC_KEY}
+    if names & {*PIXEL_KEYS}:  # sizes and masks of other pixels belong to these
+        names -= {*MEDIA_KEYS}
+    return {name: [len(one.get(name, ())) for one in media] for name in sorted(names)}

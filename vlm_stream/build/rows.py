@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from vlm_stream.build.collators import CustomCollator
-from vlm_stream.encode import IGNORE
+from vlm_stream.conversation import MEDIA_TYPES
+from vlm_stream.encode import IGNORE, inject_fake_image, make_fake_image
 from vlm_stream.errors import BadSampleError, ConfigError, blame_sample
 from vlm_stream.format import FieldMap, is_text_member, to_conversation
 from vlm_stream.tokens import MediaSizes
@@ -22,10 +25,11 @@ if TYPE_CHECKING:
 
     from vlm_stream.blueprint import Piece
     from vlm_stream.build.collators import Collator
+    from vlm_stream.conversation import Conversation
     from vlm_stream.encode import Encoder
     from vlm_stream.options import StreamOptions
 
-__all__ = ["RawRows", "RawSample", "RowBuilder"]
+__all__ = ["ExampleRows", "RawRows", "RawSample", "RowBuilder"]
 
 _FILLER = [
     {"role": "user", "content": [{"type": "text", "text": "-"}]},
@@ -51,9 +55,11 @@ class RowBuilder:
         Without pixels only the text is there; the names of the other members and the sizes of the media stand in.
         """
         conversation = to_conversation(fields, piece.members, _texts(members))
-        if self._pixels:
-            return self._encoder.encode(conversation, members)
-        return self._encoder.encode_from_sizes(conversation, piece.sizes)
+        return self._encode(conversation, members, piece.sizes)
+
+    def _encode(self, conversation: Conversation, members: Mapping[str, Any], sizes: MediaSizes) -> dict[str, Any]:
+        encoder = self._encoder
+        return encoder.encode(conversation, members) if self._pixels else encoder.encode_from_sizes(conversation, sizes)
 
     def count_tokens(self, rows: Sequence[Sequence[dict[str, Any]]], _planned: int) -> int:
         """Return the tokens of encoded samples."""
@@ -72,7 +78,7 @@ class RowBuilder:
             row: list[int] = []
             num_tokens = 0
             for position, sample in enumerate(samples):
-                length = len(sample["input_ids"])
+                length = len(sample["input_ids"]) if self._collator.capacity is not None else 0
                 if self._collator.capacity is not None and num_tokens + length > self._collator.capacity:
                     bad.append((number, position, self._overflow(num_tokens, length)))
                     continue
@@ -118,16 +124,20 @@ class RowBuilder:
 
     @cached_property
     def _filler(self) -> dict[str, Any]:
-        encoder = self._encoder
-        try:
-            sample = encoder.encode(_FILLER, {}) if self._pixels else encoder.encode_from_sizes(_FILLER, MediaSizes())
-        except BadSampleError as error:
-            raise ConfigError(
-                f"the processor cannot encode one short turn of plain text, which fills rows without a sample, so it "
-                f"can hardly encode any: {error} Look at its chat template, and at max_length or pack_size."
-            ) from error
-        sample["labels"] = sample["labels"].new_full(sample["labels"].shape, IGNORE)
-        return sample
+        """Return one short turn of plain text without labels, with a white image where the family refuses text."""
+        errors = []
+        for conversation in (_FILLER, inject_fake_image(_FILLER)):
+            try:
+                sample = self._encode(conversation, {}, MediaSizes())
+            except BadSampleError as error:
+                errors.append(error)
+            else:
+                sample["labels"] = sample["labels"].new_full(sample["labels"].shape, IGNORE)
+                return sample
+        raise ConfigError(
+            f"the processor cannot encode one short turn of plain text, which fills rows without a sample, so it can "
+            f"hardly encode any: {errors[0]} Look at its chat template, and at max_length or pack_size."
+        ) from errors[0]
 
     def _overflow(self, num_tokens: int, length: int) -> BadSampleError:
         return BadSampleError(
@@ -136,6 +146,56 @@ class RowBuilder:
             f"it has {length} tokens, but its pack already holds {num_tokens} of {self._collator.capacity}: the index "
             f"counted fewer. Count again with 'vlm-stream recount --processor ...' or lower packing_ratio",
         )
+
+
+class ExampleRows(RowBuilder):
+    """Rows of conversations, media as bytes, for a registered function that encodes and joins them itself."""
+
+    def encode(self, members: Mapping[str, memoryview], fields: FieldMap, piece: Piece, _source: str) -> dict[str, Any]:
+        """Return `{"conversation": ...}`."""
+        conversation = to_conversation(fields, piece.members, _texts(members))
+        return {"conversation": [_with_bytes(message, members) for message in conversation]}
+
+    def count_tokens(self, _rows: Sequence[Sequence[dict[str, Any]]], planned: int) -> int:
+        """Return the tokens that the index promised: nothing was encoded."""
+        return planned
+
+    def _join(self, rows: Sequence[Sequence[dict[str, Any]]], places: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Collate; what is learned of a filler is taken out afterwards."""
+        filled = [
+            [rows[number][at] for at in row] or [copy.deepcopy(self._filler)] for number, row in enumerate(places)
+        ]
+        batch = self._collator(filled)
+        fillers = [number for number, row in enumerate(places) if not row]
+        labels = batch.get("labels")
+        if fillers and isinstance(labels, Tensor) and len(labels) == len(places):
+            labels[fillers] = IGNORE
+        return batch
+
+    @cached_property
+    def _filler(self) -> dict[str, Any]:
+        """Return a short turn with a white image, which every vision-language family takes."""
+        return {"conversation": inject_fake_image(_FILLER, make_fake_image())}
+
+
+def _with_bytes(message: dict[str, Any], members: Mapping[str, memoryview]) -> dict[str, Any]:
+    """Return a message whose media items hold the bytes that they named."""
+
+    def fill(where: Any) -> Any:
+        if isinstance(where, list | tuple):
+            return [fill(each) for each in where]
+        return bytes(members[where]) if isinstance(where, str) and where in members else where
+
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {
+        **message,
+        "content": [
+            {**item, item["type"]: fill(item[item["type"]])} if item.get("type") in MEDIA_TYPES else item
+            for item in content
+        ],
+    }
 
 
 @dataclass(slots=True)  # not a tuple, which torch would take apart
@@ -163,7 +223,7 @@ class RawSample:
 
 
 class RawRows:
-    """Rows without a processor: `{"samples": rows}`, or what the user's `collate_fn` makes of the rows.
+    """Rows without a processor: `{"samples": rows}`, or what the user's `collate` makes of the rows.
 
     A packed row is a list of samples, any other row a sample; what is bad is left out.
     """
@@ -177,8 +237,13 @@ class RawRows:
                 f"without a processor batches are bytes, so {' and '.join(needs)} cannot be honoured; "
                 f"name a processor, or leave {'it' if len(needs) == 1 else 'them'} out"
             )
-        capacity = options.pack_size if options.mode == "packed" else None
-        self._collator = CustomCollator(options.collate_fn or _as_they_are, None, capacity)
+        if isinstance(options.collate, str) and options.collate != "auto":
+            raise ConfigError(
+                f"without a processor batches are bytes, so collate={options.collate!r} has nothing to join; name a "
+                f"processor, or give a function"
+            )
+        function = options.collate if callable(options.collate) else _as_they_are
+        self._collator = CustomCollator(function, None, options)
 
     def encode(self, members: Mapping[str, memoryview], fields: FieldMap, piece: Piece, source: str) -> RawSample:
         """Return the sample as it is."""

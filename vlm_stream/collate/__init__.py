@@ -8,9 +8,9 @@ them unshifted. Must not be known here: shards, plans, ranks, and which samples 
     rows           tensors along the tokens: padding, cutting, the shift by one token
     media          media of several rows -> one set; how many media each row has
     conversations  conversations through a processor, with labels
-    token_edits    edits of token rows that single families need
-    family_steps   how single families call their processors, and which keys they add
-    families       the table of families, their collate functions, the registry
+    family_steps   how single families call their processors, and which keys they add; `kimi` for Kimi's
+    families       the table of families, and who may add to it
+    functions      the collate functions under NeMo Automodel's names
     positions      multi-axis positions, from a config or through a model
     documents      the documents of a packed row, their lengths and masks
     masks          packing contracts: how a model learns which documents a row holds
@@ -37,10 +37,16 @@ from vlm_stream.collate.families import (
     COLLATE_FNS,
     Family,
     collate_encoded,
-    default_collate_fn,
     family_of,
-    gemma4_prefix_collate_fn,
+    find_family,
     get_collate,
+    register_collate,
+    register_family,
+)
+from vlm_stream.collate.family_steps import gemma4_inject_thinking_prefix
+from vlm_stream.collate.functions import (
+    default_collate_fn,
+    gemma4_prefix_collate_fn,
     kimi_k25_vl_collate_fn,
     kimi_vl_collate_fn,
     llava_onevision_collate_fn,
@@ -50,7 +56,6 @@ from vlm_stream.collate.families import (
     phi4_mm_collate_fn,
     qwen2_5_collate_fn,
     qwen3_omni_collate_fn,
-    register_collate,
 )
 from vlm_stream.collate.hf_packs import ATTENTION_FORMS, Positions, build_hf_pack, join_hf_packs
 from vlm_stream.collate.masks import BLOCK_CAUSAL, FLASH, PackingContract
@@ -68,7 +73,6 @@ from vlm_stream.collate.positions import (
     compute_mrope_position_ids,
 )
 from vlm_stream.collate.rows import pad_id_of, pad_rows, shift_sample
-from vlm_stream.collate.token_edits import gemma4_inject_thinking_prefix
 from vlm_stream.encode import build_labels, build_labels_from_template
 
 __all__ = [
@@ -103,6 +107,7 @@ __all__ = [
     "extract_image_config",
     "extract_video_config",
     "family_of",
+    "find_family",
     "gemma4_inject_thinking_prefix",
     "gemma4_prefix_collate_fn",
     "get_collate",
@@ -124,6 +129,7 @@ __all__ = [
     "qwen2_5_collate_fn",
     "qwen3_omni_collate_fn",
     "register_collate",
+    "register_family",
     "shift_sample",
     "thd_fields",
 ]

@@ -8,8 +8,9 @@ Which keys a family wants is not known here.
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vlm_stream.conversation import Conversation
-    from vlm_stream.encode import LoadedMedia, Rendered, TypedMarkers
+    from vlm_stream.encode import LoadedMedia, Rendered, Steps, TypedMarkers
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,41 @@ Example: TypeAlias = "Mapping[str, Any]"
 PixelForm: TypeAlias = Literal["full", "compact"]
 
 
-def conversations_of(examples: Sequence[Example]) -> list[Conversation]:
-    """Return the conversations of a batch."""
-    return [example["conversation"] for example in examples]
+_AUDIO_PLACES: Final = re.compile(r"<\|audio(?:_\d+)?\|>|<\|endoftext11\|>")
+"""How texts place a clip that stands beside the conversation: by number, or by the token of Phi-4."""
+
+
+def conversation_of(example: Example, processor: Any) -> Conversation:
+    """Return the conversation of an example, its own `audio` in it.
+
+    The clip stands where the first user's text names it, else before that text. Items that hold sound are believed.
+    """
+    conversation: Conversation = example["conversation"]
+    audio = example.get("audio")
+    if audio is None or any(item["type"] == "audio" for item in iter_media(conversation)):
+        return conversation
+    item = {"type": "audio", "audio": audio}
+    messages = [dict(message) for message in conversation]
+    first = next((message for message in messages if message["role"] == "user"), None)
+    if first is None:
+        return [{"role": "user", "content": [item]}, *messages]
+    content = first["content"]
+    items = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    token = getattr(processor, "audio_token", None)
+    places = re.compile(f"{_AUDIO_PLACES.pattern}|{re.escape(token)}") if isinstance(token, str) else _AUDIO_PLACES
+    for number, part in enumerate(items):
+        match = places.search(part["text"]) if part.get("type") == "text" else None
+        if match is not None:
+            texts = [
+                {"type": "text", "text": text} for text in (match.string[: match.start()], match.string[match.end() :])
+            ]
+            around = [text if text["text"] else None for text in texts]
+            items[number : number + 1] = [part for part in (around[0], item, around[1]) if part is not None]
+            break
+    else:
+        items.insert(0, item)
+    first["content"] = items
+    return messages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,8 +93,9 @@ class Prepared:
     loaded: LoadedMedia
 
 
-def prepare(encoder: Encoder, conversation: Conversation) -> Prepared:
+def prepare(encoder: Encoder, example: Example) -> Prepared:
     """Decode and render one conversation."""
+    conversation = encoder.shape(conversation_of(example, encoder.processor))
     loaded = load_media(conversation, {}, encoder.config, encoder.reads)
     rendered, markers = encoder.render(conversation)
     return Prepared(conversation, rendered, markers, loaded)
@@ -72,7 +106,7 @@ def process_batch(
     processor: Any,
     options: Mapping[str, Any] | None = None,
     *,
-    flat_images: bool = False,
+    steps: Steps | None = None,
     pixels: PixelForm = "full",
 ) -> dict[str, Any]:
     """Return the processor's batch with labels; rows are padded on the side on which the tokenizer pads.
@@ -81,20 +115,18 @@ def process_batch(
         examples: The conversations.
         processor: The model's processor.
         options: Further arguments of the processor.
-        flat_images: Pass the images of all rows as one list instead of a list per row.
+        steps: What the family does otherwise.
         pixels: That of `EncodeConfig`.
     """
-    encoder = Encoder(processor, EncodeConfig(allow_unlabelled=True, pixels=pixels))
-    prepared = [prepare(encoder, conversation) for conversation in conversations_of(examples)]
+    encoder = Encoder(processor, EncodeConfig(allow_unlabelled=True, pixels=pixels), steps)
+    prepared = [prepare(encoder, example) for example in examples]
     has_both = any(p.loaded.images for p in prepared) and any(p.loaded.videos for p in prepared)
     if type(processor).__name__ in SHARED_PIXELS and has_both:
         rows = [encoder.encode(p.conversation, {}) for p in prepared]
         return pad_rows(rows, pad_id=pad_id_of(processor), side=padding_side(processor)) | merge_media(rows)
-    wanted = {"padding": True, **(options or {})}
-    images = [image for p in prepared for image in p.loaded.images]
-    if flat_images and images:
-        wanted["images"] = images
-    batch = encoder.call([p.rendered.text for p in prepared], [p.loaded for p in prepared], wanted)
+    batch = encoder.call(
+        [p.rendered.text for p in prepared], [p.loaded for p in prepared], {"padding": True, **(options or {})}
+    )
     if any(p.markers is not None for p in prepared):
         # Control strings that a user typed are written as plain text, which changes lengths.
         spliced = [
@@ -102,8 +134,9 @@ def process_batch(
             for row, p in zip(split_rows(batch), prepared, strict=True)
         ]
         batch |= pad_rows(spliced, pad_id=pad_id_of(processor), side=padding_side(processor))
-    batch["labels"] = label_rows(encoder, batch, prepared)
-    return batch
+    if not (encoder.steps.writes_labels and "labels" in batch):
+        batch["labels"] = label_rows(encoder, batch, prepared)
+    return batch if encoder.steps.edit is None else encoder.steps.edit(batch, processor)
 
 
 def label_rows(encoder: Encoder, batch: Mapping[str, Any], prepared: Sequence[Prepared]) -> torch.Tensor:
@@ -113,6 +146,17 @@ def label_rows(encoder: Encoder, batch: Mapping[str, Any], prepared: Sequence[Pr
     for row, p in enumerate(prepared):
         labels[row, mask[row]] = encoder.label(p.conversation, p.rendered, ids[row][mask[row]])
     return labels
+
+
+def encode_rows(examples: Sequence[Example], encoder: Encoder) -> list[dict[str, Any]]:
+    """Encode one example at a time; the vision tokens of a fake image are hidden from attention."""
+    rows = []
+    for example in examples:
+        row = encoder.encode(conversation_of(example, encoder.processor), {})
+        if example.get(INJECTED_FAKE_KEY):
+            row["attention_mask"] = mask_vision_tokens(encoder.processor, row["input_ids"], row["attention_mask"])
+        rows.append(row)
+    return rows
 
 
 def mask_fake_images(batch: dict[str, Any], examples: Sequence[Example], processor: Any) -> dict[str, Any]:

@@ -1,68 +1,92 @@
-"""The table of families: what a model family wants in a batch that others do not, and its collate function.
+"""The table of families: what a model family wants that others do not. The stream and the map-style collates read it.
 
-Enters: examples `{"conversation": [...]}` for the functions, which have the names that NeMo Automodel gives them;
-encoded samples for `pad_collate_fn` and `collate_encoded`. Leaves: a batch. Its labels are shifted already: column t is
-to predict label t.
+A family is a row here: how one sample is encoded (`steps`), which keys its batches have (`finish`, `extras`), whether
+its documents may share a row (`no_packing`), how its labels stand (`shifted`). What is not said is as transformers'
+chat processors and causal models have it. `register_family` adds a row, `register_collate` a row that is nothing but a
+function of conversations. `COLLATE_FNS` is the view of the table that NeMo Automodel knows.
 
-Both ways end alike: per-token tensors are cut or padded, shifted, pixels get the family's type, `finish` adds its keys.
-A new family is a row of the table, with a function of its own if its processor is called in an unusual way.
+Batches are made in two ways, which end alike: of conversations in one call of the processor (`Family.collate`), and of
+encoded rows (`Family.collate_rows`).
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import torch
 
-from vlm_stream.collate.conversations import conversations_of, drop_overlong, mask_fake_images, process_batch
+from vlm_stream.collate.conversations import conversation_of, mask_fake_images, process_batch
 from vlm_stream.collate.family_steps import (
-    TASK_PROMPT,
     add_decoder_inputs,
     add_input_mode,
-    add_kimi_grids,
     add_num_patches,
-    encode_kimi_row,
-    encode_omni_rows,
+    call_phi4,
+    gemma4_inject_thinking_prefix,
     name_omni_tensors,
+    number_phi4_media,
+    page_steps,
+    prefix_steps,
     process_omni,
-    process_pages,
-    process_phi4,
-    takes_medias,
 )
+from vlm_stream.collate.kimi import add_kimi_grids, call_flat, call_medias
 from vlm_stream.collate.media import cast_pixels, count_conversation_media, count_grids, merge_media
-from vlm_stream.collate.rows import fit_to, pad_id_of, pad_rows, shift, split_rows
-from vlm_stream.collate.token_edits import cut_kimi_row, gemma4_inject_thinking_prefix, relabel
-from vlm_stream.keys import TOKEN_KEYS
+from vlm_stream.collate.rows import fit_to, pad_id_of, pad_rows, shift
+from vlm_stream.encode import Steps, template_of
+from vlm_stream.errors import ConfigError, nearest_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from vlm_stream.collate.conversations import Example, PixelForm
+    from vlm_stream.collate.conversations import Example
     from vlm_stream.keys import Sample
 
 logger = logging.getLogger(__name__)
 
 Batch: TypeAlias = dict[str, Any]
 CollateFn: TypeAlias = "Callable[..., Batch]"
+Finish: TypeAlias = "Callable[[Batch, Any], Batch]"
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What one model family wants."""
 
-    process: Callable[..., Batch] = process_batch
-    """`(examples, processor, **options)` -> the processor's padded batch with labels, not shifted."""
-    encode_row: Callable[[Example, Any], dict[str, Any]] | None = None
-    """`(example, processor)` -> one encoded row, where `Encoder.encode` does not fit the processor."""
+    name: str
+    """How it is chosen: `collate="..."`."""
+    processors: tuple[str, ...] = ()
+    """Class names of its processors; none: it is chosen by name alone."""
+    steps: Steps = field(default_factory=Steps)
+    """How a sample is rendered, encoded and labelled."""
+    template_steps: Steps | None = None
+    """The same for a processor that was given a chat template, where the family's own has none."""
+    finish: Finish | None = None
+    """`(batch, processor)` -> the batch with keys that the model cannot do without."""
+    extras: Finish | None = None
+    """`(batch, processor)` -> the batch with keys that NeMo Automodel's collate function adds beside them."""
     pixel_dtype: torch.dtype | None = None
-    """Type of pixels in a batch; None: as the processor gives them."""
+    """Type of pixels in the batches of that function; None: as the processor gives them."""
     counts_media: bool = True
     """Whether batches of conversations count the media of each row, and hide fake images."""
-    finish: Callable[[Batch, Any], Batch] | None = None
-    """`(batch, processor)` -> the shifted batch with the family's own keys."""
+    no_packing: str = ""
+    """Why its documents cannot share a row; empty: they can."""
+    shifted: str = ""
+    """Why labels are always shifted, whatever `hf_labels` says; empty: either form fits."""
+    process: CollateFn | None = None
+    """`(examples, processor, **options)` -> the padded batch with labels, not shifted; None: by `steps`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the processor when it is called with a batch."""
+    function: CollateFn | None = None
+    """`(examples, processor)` -> a batch: the family's collate function of conversations; None: `collate`."""
+    only_function: bool = False
+    """Whether that function is all that is known: it makes batches of conversations, and nothing else is asked."""
+    is_listed: bool = True
+    """Whether `COLLATE_FNS` has it under the names of its processors."""
+
+    def steps_for(self, processor: Any) -> Steps:
+        """Return the steps for a processor."""
+        return self.template_steps if self.template_steps and template_of(processor) is not None else self.steps
 
     def collate(
         self,
@@ -73,7 +97,10 @@ class Family:
         **options: Any,
     ) -> Batch:
         """Collate conversations; `edit` changes the batch before it is cut, `options` go to `process`."""
-        batch = self.process(examples, processor, **options)
+        if self.process is not None:
+            batch = self.process(examples, processor, **options)
+        else:
+            batch = process_batch(examples, processor, self.options, steps=self.steps_for(processor), **options)
         if edit is not None:
             batch = edit(batch)
         if max_length is not None:
@@ -81,276 +108,210 @@ class Family:
         batch = cast_pixels(batch, self.pixel_dtype)
         if self.counts_media:
             batch = mask_fake_images(batch, examples, processor)
-            batch |= count_conversation_media(conversations_of(examples))
-        return self._finish(shift(batch), processor)
+            batch |= count_conversation_media([conversation_of(example, processor) for example in examples])
+        return self.complete(shift(batch), processor)
 
-    def collate_rows(self, rows: Sequence[Sample], processor: Any, max_length: int | None = None) -> Batch:
+    def collate_rows(
+        self, rows: Sequence[Sample], processor: Any, max_length: int | None = None, *, shifted: bool = True
+    ) -> Batch:
         """Collate encoded samples; fake images were masked when the samples were encoded."""
         tokens: Batch = dict(pad_rows(rows, pad_id=pad_id_of(processor)))
         if max_length is not None:
             tokens = fit_to(tokens, max_length, processor)
-        batch = shift(tokens) | merge_media(rows, pixel_dtype=self.pixel_dtype) | count_grids(rows)
-        return self._finish(batch, processor)
+        if shifted:
+            tokens = shift(tokens)
+        return self.complete(tokens | merge_media(rows, pixel_dtype=self.pixel_dtype) | count_grids(rows), processor)
 
-    def _finish(self, batch: Batch, processor: Any) -> Batch:
-        return batch if self.finish is None else self.finish(batch, processor)
-
-
-def _encode_alone(process: Callable[..., Batch]) -> Callable[[Example, Any], dict[str, Any]]:
-    """Return an `encode_row` that takes the row out of a batch of one."""
-
-    def encode_row(example: Example, processor: Any) -> dict[str, Any]:
-        batch = process([example], processor)
-        media = {key: value for key, value in batch.items() if key not in TOKEN_KEYS}
-        return {**split_rows(batch)[0], **media}
-
-    return encode_row
+    def complete(self, batch: Batch, processor: Any) -> Batch:
+        """Return the batch with all keys of the family."""
+        for add in (self.finish, self.extras):
+            batch = batch if add is None else add(batch, processor)
+        return batch
 
 
-_process_flat = partial(process_batch, options={"add_special_tokens": False}, flat_images=True)
-_process_right = partial(process_batch, options={"padding_side": "right"})
+_BF16: Final = torch.bfloat16
+DEFAULT: Final = Family(name="default", processors=("default",), pixel_dtype=_BF16, extras=add_num_patches)
+PLAIN: Final = Family(name="plain", is_listed=False)
+ENCODED: Final = Family(name="encoded", pixel_dtype=_BF16, is_listed=False)
+"""Encoded samples of any family, as NeMo Automodel's `pad_collate_fn` joins them."""
+_DECODER: Final = "its decoder reads decoder_input_ids, and its loss does not shift"
 
-_PLAIN: Final = Family()
-_ENCODED: Final = Family(pixel_dtype=torch.bfloat16)
-_DEFAULT: Final = Family(pixel_dtype=torch.bfloat16, finish=add_num_patches)
-_QWEN3_OMNI: Final = Family(process=process_omni)
-_KIMI_VL: Final = Family(process=_process_flat, encode_row=_encode_alone(_process_flat))
-_KIMI_K25: Final = Family(process=_process_right, finish=add_kimi_grids)
-_KIMI_K25_REMOTE: Final = Family(encode_row=encode_kimi_row, finish=add_kimi_grids)
-_NEMOTRON_OMNI: Final = Family(pixel_dtype=torch.bfloat16, finish=name_omni_tensors)
-_NEMOTRON_PARSE: Final = Family(
-    process=process_pages,
-    encode_row=_encode_alone(process_pages),
-    pixel_dtype=torch.bfloat16,
-    counts_media=False,
-    finish=add_decoder_inputs,
+_KIMI_K25: Final = Family(
+    name="kimi_k25",
+    processors=("Kimi_K25Processor",),
+    options={"padding_side": "right"},
+    extras=add_kimi_grids,
+)
+_NEMOTRON_OMNI: Final = Family(
+    name="nemotron_h_omni", processors=("NemotronH_Omni_Reasoning_V3Processor",), pixel_dtype=_BF16
 )
 _PHI4: Final = Family(
-    process=process_phi4, encode_row=_encode_alone(process_phi4), counts_media=False, finish=add_input_mode
+    name="phi4_multimodal",
+    processors=("Phi4MultimodalProcessor",),
+    steps=Steps(call=call_phi4, placeholder=number_phi4_media),
+    extras=add_input_mode,
+    counts_media=False,
+    is_listed=False,  # as in NeMo Automodel, where it is chosen explicitly
 )
-
-
-def default_collate_fn(
-    examples: Sequence[Example],
-    processor: Any,
-    max_length: int | None = None,
-    _post_tokenize_hook: Callable[[Batch, Any], Batch] | None = None,
-    *,
-    drop_overlong: bool = False,
-    pixels: PixelForm = "full",
-) -> Batch:
-    """Collate conversations for any processor whose chat template and call follow transformers' conventions.
-
-    Args:
-        examples: `{"conversation": [...]}`; media as paths, bytes or decoded objects. They are not changed.
-        processor: The model's processor.
-        max_length: Every batch gets this many tokens before the shift; longer rows are cut, never through media.
-        _post_tokenize_hook: `(batch, processor) -> batch`, called right after tokenising.
-        drop_overlong: Leave out rows that are estimated to be longer than `max_length`, instead of cutting them.
-        pixels: `compact` leaves pixels as bytes for `finish_pixels`, where the family has such a path.
-
-    Returns:
-        The processor's batch with shifted labels, pixels in bfloat16, media counts per row.
-    """
-    if drop_overlong:
-        examples = _drop(examples, processor, max_length)
-    hook = _post_tokenize_hook
-    edit = None if hook is None else lambda batch: relabel(hook, batch, examples, processor)
-    return _DEFAULT.collate(examples, processor, max_length, edit, pixels=pixels)
-
-
-def _drop(examples: Sequence[Example], processor: Any, max_length: int | None) -> Sequence[Example]:
-    return examples if max_length is None else drop_overlong(examples, processor, max_length)
-
-
-def gemma4_prefix_collate_fn(examples: Sequence[Example], processor: Any, max_length: int | None = None) -> Batch:
-    """Collate conversations for Gemma-4 with the thinking prefix before every answer."""
-    return _DEFAULT.collate(
-        examples, processor, max_length, lambda batch: gemma4_inject_thinking_prefix(batch, processor)
-    )
-
-
-def qwen2_5_collate_fn(examples: Sequence[Example], processor: Any, pixels: PixelForm = "full") -> Batch:
-    """Collate conversations for Qwen2.5-VL; pixels keep their type, `compact` ones are bytes for `finish_pixels`."""
-    return _PLAIN.collate(examples, processor, pixels=pixels)
-
-
-def llava_onevision_collate_fn(examples: Sequence[Example], processor: Any) -> Batch:
-    """Collate conversations for LLaVA-OneVision; labels shifted, pixels as the processor gives them."""
-    return _PLAIN.collate(examples, processor)
-
-
-def qwen3_omni_collate_fn(
-    examples: Sequence[Example],
-    processor: Any,
-    use_audio_in_video: bool = False,
-    pixels: PixelForm = "full",
-) -> Batch:
-    """Collate conversations for Qwen3-Omni: images, videos and sound.
-
-    Args:
-        examples: `{"conversation": [...]}`.
-        processor: The model's processor; batches are padded on the right.
-        use_audio_in_video: Interleave the sound track of each video with its frames; needs `qwen_omni_utils`.
-        pixels: `compact` leaves pixels as bytes for `finish_pixels`; media are then read by our own reader.
-    """
-    return _QWEN3_OMNI.collate(examples, processor, use_audio_in_video=use_audio_in_video, pixels=pixels)
-
-
-def kimi_vl_collate_fn(examples: Sequence[Example], processor: Any, max_length: int | None = None) -> Batch:
-    """Collate conversations for Kimi-VL, whose remote code takes all images of a batch as one flat list.
-
-    Args:
-        examples: `{"conversation": [...]}`, with images only.
-        processor: The model's processor.
-        max_length: Rows that are estimated to be longer are dropped, the others padded to this many tokens.
-    """
-    return _KIMI_VL.collate(_drop(examples, processor, max_length), processor, max_length)
-
-
-def kimi_k25_vl_collate_fn(
-    examples: Sequence[Example], processor: Any, max_length: int | None = None, drop_overlong: bool = False
-) -> Batch:
-    """Collate conversations for Kimi-K2.5; image placeholders leave as many as the vision tower gives tokens.
-
-    Args:
-        examples: `{"conversation": [...]}`.
-        processor: The model's processor, remote or from transformers.
-        max_length: Length of every batch before the shift; longer rows are cut (media that the cut would tear are
-            taken out, and reported), or dropped.
-        drop_overlong: Drop rows that are too long instead of cutting them.
-
-    Returns:
-        `input_ids`, `attention_mask`, `labels` (shifted), `pixel_values`, `grid_thws` [N, 3], `image_grid_hws` [N, 2],
-        `n_images_per_sample` [B] with zeros; the class inside transformers adds its own keys, videos among them.
-
-    Raises:
-        ValueError: Every row is too long, or placeholders and images differ in number.
-    """
-    if drop_overlong:
-        examples = _drop(examples, processor, max_length)
-    if not takes_medias(processor):
-        return _KIMI_K25.collate(examples, processor, max_length)
-    rows = []
-    for row in (encode_kimi_row(example, processor) for example in examples):
-        length = len(row["input_ids"])
-        if max_length is None or length <= max_length:
-            rows.append(row)
-        elif drop_overlong:
-            logger.warning("Dropped a row of %d tokens, more than %d.", length, max_length)
-        else:
-            rows.append(cut_kimi_row(row, max_length, processor))
-    if not rows:
-        raise ValueError(f"All samples in batch exceed max_length={max_length}.")
-    return _KIMI_K25_REMOTE.collate_rows(rows, processor, max_length)
-
-
-def nemotron_omni_collate_fn(
-    examples: Sequence[Example], processor: Any, max_length: int | None = None, max_video_frames: int = 8
-) -> Batch:
-    """Collate conversations for Nemotron-Omni: images, one video and sound per sample.
-
-    Args:
-        examples: `{"conversation": [...]}`; sound as an array, (array, rate), bytes or a path.
-        processor: The model's processor.
-        max_length: Length of every batch before the shift; longer rows are cut, never through media.
-        max_video_frames: Most frames of a video; the number is always even.
-
-    Raises:
-        NotImplementedError: A sample has more than one video.
-    """
-    return _NEMOTRON_OMNI.collate_rows(encode_omni_rows(examples, processor, max_video_frames), processor, max_length)
-
-
-def nemotron_parse_collate_fn(examples: Sequence[Example], processor: Any, task_prompt: str = TASK_PROMPT) -> Batch:
-    """Collate pages and their transcriptions for Nemotron-Parse, an encoder-decoder.
-
-    Args:
-        examples: `{"conversation": [...]}`: the image of the last user turn that has one before the answer, and the
-            first answer with text, which is learned up to and with the end token.
-        processor: The model's processor, called with images and text.
-        task_prompt: What the decoder is asked.
-
-    Returns:
-        The processor's batch with shifted labels, pixels in bfloat16, `decoder_input_ids`, `decoder_attention_mask` and
-        `n_images_per_sample` if any row has an image.
-
-    Raises:
-        ValueError: The tokenizer has no start token or no padding token for the decoder.
-    """
-    return _NEMOTRON_PARSE.collate(examples, processor, task_prompt=task_prompt)
-
-
-def phi4_mm_collate_fn(examples: Sequence[Example], processor: Any) -> Batch:
-    """Collate conversations with sound for Phi-4-multimodal.
-
-    Args:
-        examples: `{"conversation": [...], "audio": ...}`; sound as an array, (array, rate), or a dict with `array` and
-            `sampling_rate`.
-        processor: The model's processor.
-
-    Returns:
-        The processor's batch, at most 1024 tokens before the shift, `input_mode` (0 text, 1 image, 2 sound, 3 both)
-        and shifted labels. Image tensors are left out of batches without images.
-    """
-    return _PHI4.collate(examples, processor)
-
-
-def pad_collate_fn(examples: Sequence[Sample], processor: Any, max_length: int | None = None) -> Batch:
-    """Collate encoded samples, of any family, as NeMo Automodel does.
-
-    Args:
-        examples: Dicts of tensors; per-token tensors [S] (or [1, S]), media as the processor gave them.
-        processor: For its padding token and media tokens.
-        max_length: Every batch gets this many tokens before the shift; longer rows are cut, never through media.
-
-    Returns:
-        Per-token tensors [B, S - 1] with shifted labels, every media key of the samples (`second_per_grid_ts` too),
-        `n_images_per_sample` and `n_videos_per_sample` where grids exist; pixels in bfloat16.
-
-    Raises:
-        BadSampleError: The cut would take media tokens away.
-    """
-    return _ENCODED.collate_rows(examples, processor, max_length)
-
-
-_TABLE: Final[tuple[tuple[tuple[str, ...], Family, CollateFn | None], ...]] = (
-    (("Qwen2_5_VLProcessor",), _PLAIN, qwen2_5_collate_fn),
-    (("Qwen3OmniMoeProcessor",), _QWEN3_OMNI, qwen3_omni_collate_fn),
-    (("LlavaOneVisionProcessor", "LlavaOnevisionProcessor"), _PLAIN, llava_onevision_collate_fn),
-    (("KimiVLProcessor",), _KIMI_VL, kimi_vl_collate_fn),
-    (("KimiK25Processor",), _KIMI_K25_REMOTE, kimi_k25_vl_collate_fn),
-    (("Kimi_K25Processor",), _KIMI_K25, kimi_k25_vl_collate_fn),
-    (("NemotronParseProcessor",), _NEMOTRON_PARSE, nemotron_parse_collate_fn),
-    (
-        ("NemotronH_Nano_Omni_Reasoning_V3Processor", "NemotronH_Omni_Reasoning_V3Processor"),
-        _NEMOTRON_OMNI,
-        nemotron_omni_collate_fn,
+_TABLE: Final = (
+    DEFAULT,
+    PLAIN,
+    ENCODED,
+    Family(name="qwen2_5_vl", processors=("Qwen2_5_VLProcessor",)),
+    Family(name="llava_onevision", processors=("LlavaOneVisionProcessor", "LlavaOnevisionProcessor")),
+    Family(name="qwen3_omni_moe", processors=("Qwen3OmniMoeProcessor",), process=process_omni),
+    Family(
+        name="gemma4_prefix",
+        steps=Steps(edit=gemma4_inject_thinking_prefix),
+        pixel_dtype=_BF16,
+        extras=add_num_patches,
     ),
-    (("Phi4MMProcessor", "Phi4MultimodalProcessor"), _PHI4, None),
-    (("default",), _DEFAULT, default_collate_fn),
+    Family(name="kimi_vl", processors=("KimiVLProcessor",), steps=Steps(call=call_flat)),
+    _KIMI_K25,
+    replace(
+        _KIMI_K25, name="kimi_k25_remote", processors=("KimiK25Processor",), steps=Steps(call=call_medias), options={}
+    ),
+    _NEMOTRON_OMNI,
+    replace(
+        _NEMOTRON_OMNI,
+        name="nemotron_omni_remote",
+        processors=("NemotronH_Nano_Omni_Reasoning_V3Processor",),
+        steps=Steps(edit=name_omni_tensors),
+    ),
+    Family(
+        name="nemotron_parse",
+        processors=("NemotronParseProcessor",),
+        steps=page_steps(),
+        finish=add_decoder_inputs,
+        pixel_dtype=_BF16,
+        no_packing="each page goes through its encoder, and one decoder row reads one page",
+        shifted=_DECODER,
+    ),
+    _PHI4,
+    replace(_PHI4, name="phi4_mm", processors=("Phi4MMProcessor",), finish=add_input_mode, extras=None),
+    Family(
+        name="paligemma",
+        processors=("PaliGemmaProcessor",),
+        steps=prefix_steps(),
+        template_steps=Steps(),
+        no_packing="its prefix is seen as a whole, which a packed row cannot say",
+        is_listed=False,
+    ),
 )
-"""Processor classes (the published remote code's and transformers' own), their family, its registered function.
 
-Phi-4's function is not registered, as in NeMo Automodel: it is chosen explicitly.
-"""
-
-COLLATE_FNS: Final[dict[str, CollateFn]] = {name: fn for names, _, fn in _TABLE if fn for name in names}
-"""Class name of a processor -> its collate function."""
-
-_FAMILIES: Final = {name: family for names, family, _ in _TABLE for name in names}
+_FAMILIES: Final = {family.name: family for family in _TABLE}
 
 
-def family_of(processor: Any) -> Family:
-    """Return the family of a processor's class; that of `default` for classes that the table does not name."""
-    return _FAMILIES.get(type(processor).__name__, _DEFAULT)
+def register_family(family: Family) -> Family:
+    """Add a family to the table, in place of one of the same name; its processors are then its own.
+
+    Example:
+        >>> from vlm_stream.encode import Steps
+        >>> family = register_family(Family(name="my_model", processors=("MyModelProcessor",), steps=Steps()))
+        >>> del _FAMILIES["my_model"]
+    """
+    if not family.name.isidentifier():
+        raise ConfigError(f"a family is chosen by its name, and {family.name!r} is none; use letters and underscores")
+    _FAMILIES[family.name] = family
+    return family
+
+
+def register_collate(class_name: str) -> Callable[[CollateFn], CollateFn]:
+    """Register a collate function for a processor class, in place of any other.
+
+    A stream gives it conversations whose media are bytes, in rows that are not packed.
+
+    Example:
+        >>> @register_collate("MyProcessor")
+        ... def my_collate_fn(examples, processor):
+        ...     return {}
+        >>> del COLLATE_FNS["MyProcessor"]
+    """
+
+    def register(function: CollateFn) -> CollateFn:
+        COLLATE_FNS[class_name] = function
+        return function
+
+    return register
+
+
+class _CollateFns(MutableMapping[str, CollateFn]):
+    """Class name of a processor -> its collate function: a view of the table."""
+
+    def __getitem__(self, class_name: str) -> CollateFn:
+        family = _by_class(class_name)
+        if family is None or not family.is_listed:
+            raise KeyError(class_name)
+        return family.function or family.collate
+
+    def __setitem__(self, class_name: str, function: CollateFn) -> None:
+        register_family(Family(name=class_name, processors=(class_name,), function=function, only_function=True))
+
+    def __delitem__(self, class_name: str) -> None:
+        family = _FAMILIES[class_name]
+        if not family.only_function:
+            raise KeyError(class_name)
+        del _FAMILIES[class_name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({name: 0 for family in _FAMILIES.values() if family.is_listed for name in family.processors})
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+COLLATE_FNS: Final = _CollateFns()
+
+
+def _by_class(class_name: str, *, encodes: bool = False) -> Family | None:
+    """Return the family that has a processor of that class: what was registered last comes first."""
+    for family in reversed(_FAMILIES.values()):
+        if class_name in family.processors and not (encodes and family.only_function):
+            return family
+    return None
+
+
+def family_of(processor: Any, *, encodes: bool = False) -> Family:
+    """Return the family of a processor's class or of a class above it; `default` where the table names none.
+
+    Args:
+        processor: A processor.
+        encodes: Leave out families that are nothing but a function of conversations.
+    """
+    found = (_by_class(kind.__name__, encodes=encodes) for kind in type(processor).__mro__)
+    return next((family for family in found if family is not None), DEFAULT)
+
+
+def find_family(name: str) -> Family:
+    """Return a family by its own name or by that of a processor's class.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    found = _FAMILIES.get(name) or _by_class(name)
+    if found is None:
+        known = sorted({*_FAMILIES, *COLLATE_FNS})
+        raise ConfigError(
+            f"collate={name!r} is no family and no form: {nearest_name(name, ['auto', 'neat', 'thd', *known])}"
+        )
+    return found
+
+
+def function_of(*names: str) -> Callable[[_Function], _Function]:
+    """Give families of the table the collate function of conversations that follows."""
+
+    def give(function: _Function) -> _Function:
+        _FAMILIES.update({name: replace(_FAMILIES[name], function=function) for name in names})
+        return function
+
+    return give
 
 
 def collate_encoded(rows: Sequence[Sample], processor: Any, max_length: int | None = None) -> Batch:
     """Collate encoded samples in the form of their processor's family.
 
-    The batch is that of the family's own collate function, padded on the right. Rows are what `Encoder.encode` gives,
-    or `family_of(processor).encode_row` where the family has one.
+    The batch is that of the family's own collate function, padded on the right. Rows are what an `Encoder` with the
+    family's steps gives.
     """
     return family_of(processor).collate_rows(rows, processor, max_length)
 
@@ -360,20 +321,5 @@ def get_collate(processor: Any) -> CollateFn:
     name = type(processor).__name__
     if name not in COLLATE_FNS:
         logger.warning("No collate function is registered for %s; the default one is used.", name)
-    return COLLATE_FNS.get(name, default_collate_fn)
-
-
-def register_collate(class_name: str) -> Callable[[CollateFn], CollateFn]:
-    """Register a collate function for a processor class, in place of any other.
-
-    Example:
-        >>> @register_collate("MyProcessor")
-        ... def my_collate_fn(examples, processor):
-        ...     return {}
-    """
-
-    def register(function: CollateFn) -> CollateFn:
-        COLLATE_FNS[class_name] = function
-        return function
-
-    return register
+        name = "default"
+    return COLLATE_FNS[name]

@@ -1,44 +1,59 @@
-"""The steps that single families need: how their processors are called, and what their models want in a batch.
+"""What single families do otherwise: how their processors are called, and what their models want in a batch.
 
-Enters: examples, rows or batches of one family. Leaves: the same, in the form that `families.py` goes on with. Nothing
-is shifted here.
+Enters: conversations, decoded media, rows or batches of one family. Leaves: the same, in the form that `families.py`
+goes on with. Nothing is shifted here.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from vlm_stream.collate.conversations import conversations_of, label_rows, prepare, process_batch
-from vlm_stream.collate.media import counts_of
-from vlm_stream.collate.rows import cut_to
-from vlm_stream.collate.token_edits import expand_image_tokens, kimi_media_id
+from vlm_stream.collate.conversations import conversation_of, process_batch
+from vlm_stream.collate.rows import pad_id_of, pad_rows, padding_side, split_rows
 from vlm_stream.conversation import iter_media
 from vlm_stream.encode import (
-    EncodeConfig,
-    Encoder,
+    Steps,
     audio_rate_of,
     build_labels,
     build_labels_from_template,
     call_processor,
-    frame_rule,
-    mask_vision_tokens,
     message_text,
+    tokenizer_of,
 )
-from vlm_stream.errors import ConfigError
-from vlm_stream.keys import IGNORE, INJECTED_FAKE_KEY
-from vlm_stream.media import decode_image, resample_audio, to_rgb
+from vlm_stream.errors import BadSampleError, ConfigError
+from vlm_stream.keys import IGNORE, TOKEN_KEYS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vlm_stream.collate.conversations import Example, PixelForm
     from vlm_stream.conversation import Conversation
+    from vlm_stream.encode import LoadedMedia
+
+_GEMMA4_MODEL_TURN: Final = "<|turn>model\n"
+GEMMA4_THINKING_PREFIX: Final = "<|channel>thought\n<channel|>"
+
+
+def relabel(
+    hook: Callable[[dict[str, Any], Any], dict[str, Any]],
+    batch: dict[str, Any],
+    conversations: Sequence[Conversation],
+    processor: Any,
+) -> dict[str, Any]:
+    """Let a hook change a tokenised batch, which it sees without labels; they are made again if it changed the ids."""
+    labels = batch.pop("labels")
+    before = batch["input_ids"]
+    batch = hook(dict(batch), processor)
+    if not torch.equal(batch["input_ids"], before):
+        labels = build_labels_from_template(batch["input_ids"], conversations, processor)
+        labels = labels.masked_fill(batch["attention_mask"] == 0, IGNORE)
+    return batch | {"labels": labels}
 
 
 def add_num_patches(batch: dict[str, Any], processor: Any) -> dict[str, Any]:
@@ -57,7 +72,7 @@ def process_omni(
     examples: Sequence[Example], processor: Any, use_audio_in_video: bool = False, pixels: PixelForm = "full"
 ) -> dict[str, Any]:
     """Read media with `qwen_omni_utils` where it is installed, as NeMo Automodel does, else with our own reader."""
-    conversations = conversations_of(examples)
+    conversations = [conversation_of(example, processor) for example in examples]
     has_utils = find_spec("qwen_omni_utils") is not None
     if use_audio_in_video and not has_utils:
         raise ConfigError(
@@ -98,174 +113,147 @@ def _process_with_utils(
     return batch | {"labels": labels.masked_fill(batch["attention_mask"] == 0, IGNORE)}
 
 
-# Kimi-K2.5 -----------------------------------------------------------------------------------------------------------
-
-
-def takes_medias(processor: Any) -> bool:
-    """Say whether this is the published remote code, which leaves one placeholder per image, not transformers' class.
-
-    Its placeholders are expanded here, so that no pipeline stage changes the length of a sequence.
-    """
-    return "medias" in inspect.signature(type(processor).__call__).parameters
-
-
-def encode_kimi_row(example: Example, processor: Any) -> dict[str, Any]:
-    """Encode one example with the remote processor; labels follow the expanded placeholders."""
-    encoder = Encoder(processor, EncodeConfig())
-    prepared = prepare(encoder, example["conversation"])
-    medias = [{"type": "image", "image": image} for image in prepared.loaded.images]
-    out = processor(text=prepared.rendered.text, return_tensors="pt", **({"medias": medias} if medias else {}))
-    row: dict[str, Any] = {"input_ids": out["input_ids"][0], "attention_mask": out["attention_mask"][0]}
-    if prepared.markers is not None:
-        row |= encoder.splice(row, prepared.rendered, prepared.markers)
-    media = {key: out[key] for key in ("pixel_values", "grid_thws") if out.get(key) is not None}
-    ids, mask = row["input_ids"], row["attention_mask"]
-    if "grid_thws" in media:
-        ids, mask = expand_image_tokens(ids, mask, media["grid_thws"], kimi_media_id(processor))
-    labels = encoder.label(prepared.conversation, prepared.rendered, ids)
-    if example.get(INJECTED_FAKE_KEY):
-        mask = mask_vision_tokens(processor, ids, mask)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels, **media}
-
-
-def add_kimi_grids(batch: dict[str, Any], processor: Any) -> dict[str, Any]:  # noqa: ARG001 - a family's finish
-    """Name the grids as both of the family's models do: `grid_thws` `[N, 3]` and `image_grid_hws` `[N, 2]`."""
-    grids = batch.get("grid_thws", batch.get("image_grid_thw"))
-    return batch if grids is None else batch | {"grid_thws": grids, "image_grid_hws": grids[:, 1:]}
-
-
 # Nemotron-Omni -------------------------------------------------------------------------------------------------------
 
-_REMOTE_OMNI: Final = "NemotronH_Nano_Omni_Reasoning_V3Processor"
 _REMOTE_OMNI_NAMES: Final = {"input_features": "sound_features", "input_features_mask": "sound_attention_mask"}
 
 
-def encode_omni_rows(examples: Sequence[Example], processor: Any, max_video_frames: int) -> list[dict[str, Any]]:
-    """Encode one example at a time, as the processor takes them; the number of video frames is always even."""
-    for conversation in conversations_of(examples):
-        if sum(item["type"] == "video" for item in iter_media(conversation)) > 1:
-            raise NotImplementedError("Nemotron-Omni takes one video per sample.")
-    rule = frame_rule(processor, None)
-    least = min(rule.min_frames, max_video_frames)
-    rule = replace(rule, max_frames=max_video_frames, temporal_patch_size=2, min_frames=least)
-    encoder = Encoder(processor, EncodeConfig(frames=rule, allow_unlabelled=True))
-    return [encoder.encode(conversation, {}) for conversation in conversations_of(examples)]
-
-
-def name_omni_tensors(batch: dict[str, Any], processor: Any) -> dict[str, Any]:
+def name_omni_tensors(sample: dict[str, Any], processor: Any) -> dict[str, Any]:  # noqa: ARG001 - a family's edit
     """Rename sound and add `image_flags` for the published remote class; transformers' class keeps its names."""
-    if type(processor).__name__ != _REMOTE_OMNI:
-        return batch
-    renamed = {_REMOTE_OMNI_NAMES.get(key, key): value for key, value in batch.items()}
+    renamed = {_REMOTE_OMNI_NAMES.get(key, key): value for key, value in sample.items()}
     if "pixel_values" in renamed:
         renamed["image_flags"] = torch.ones((len(renamed["pixel_values"]), 1), dtype=torch.int64)
     return renamed
 
 
-# Nemotron-Parse ------------------------------------------------------------------------------------------------------
+# One question, one answer: Nemotron-Parse, PaliGemma ------------------------------------------------------------------
 
 TASK_PROMPT: Final = "</s><s><predict_bbox><predict_classes><output_markdown>"
+_BEFORE_ANSWER: Final = "\x1f"
 
 
-def process_pages(examples: Sequence[Example], processor: Any, task_prompt: str = TASK_PROMPT) -> dict[str, Any]:
-    """Join the fixed prompt and the answer of each page: the processor has no chat template."""
-    _decoder_padding(processor.tokenizer)
-    pages = [_page(example["conversation"]) for example in examples]
-    images = [image for image, _ in pages]
-    texts = [task_prompt + answer for _, answer in pages]
-    batch: dict[str, Any] = dict(processor(images=images, text=texts, padding=True, return_tensors="pt"))
-    # The prompt goes first, so that an answer is never found inside it.
-    turns = [
-        [{"role": "user", "content": task_prompt}, {"role": "assistant", "content": answer}] for _, answer in pages
-    ]
-    batch["labels"] = build_labels(batch["input_ids"], turns, processor)
-    return batch | counts_of([int(image is not None) for image in images], [])
+def page_steps(task_prompt: str = TASK_PROMPT) -> Steps:
+    """Return the steps of Nemotron-Parse: a page, the fixed prompt and the transcription; there is no chat template."""
+    return Steps(shape=partial(_page, task_prompt), render=_join_turns, call=_call_pages, label=_label_answer)
+
+
+def _page(task_prompt: str, conversation: Conversation) -> Conversation:
+    """Return one page with the prompt, and its answer.
+
+    The page is the image of the last user turn that has one before the first answer with text.
+    """
+    image, answer = None, ""
+    for message in conversation:
+        content = message.get("content")
+        if message["role"] == "user" and isinstance(content, list):
+            image = next((item for item in content if item.get("type") == "image"), image)
+        elif message["role"] == "assistant" and not answer:
+            answer = message_text(message)
+        if image is not None and answer:
+            break
+    prompt = [*([image] if image is not None else []), {"type": "text", "text": task_prompt}]
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+
+
+def _join_turns(conversation: Conversation) -> str:
+    return "".join(message_text(message) for message in conversation)
+
+
+def _call_pages(
+    processor: Any, texts: Sequence[str], loaded: Sequence[LoadedMedia], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    decoder_padding(processor)
+    images = [next(iter(media.images), None) for media in loaded]
+    return dict(processor(images=images, text=list(texts), **{"padding": True, "return_tensors": "pt", **options}))
+
+
+def _label_answer(ids: torch.Tensor, conversation: Conversation, processor: Any) -> torch.Tensor:
+    # The prompt is searched first, so that an answer is never found inside it.
+    return build_labels(ids[None], [conversation], processor)[0]
 
 
 def add_decoder_inputs(batch: dict[str, Any], processor: Any) -> dict[str, Any]:
     """Add what the decoder of an encoder-decoder reads; the prompt itself begins with its start token."""
     ids = batch["input_ids"].clone()
-    mask = (ids != _decoder_padding(processor.tokenizer)).long()
-    return batch | {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    return batch | {
+        "decoder_input_ids": ids,
+        "decoder_attention_mask": (ids != decoder_padding(processor)).long(),
+    }
 
 
-def _page(conversation: Conversation) -> tuple[Any, str]:
-    """Return the image of the last user turn that has one before the answer, and the first answer with text."""
-    image, answer = None, ""
-    for message in conversation:
-        content = message.get("content")
-        if message["role"] == "user" and isinstance(content, list):
-            image = next((item["image"] for item in content if item.get("type") == "image"), image)
-        elif message["role"] == "assistant" and not answer:
-            answer = message_text(message)
-        if image is not None and answer:
-            break
-    if image is None:
-        return None, answer
-    return (to_rgb(image) if hasattr(image, "convert") else decode_image(image)), answer
-
-
-def _decoder_padding(tokenizer: Any) -> int:
+def decoder_padding(processor: Any) -> int:
     """Return the padding token, after making sure that the decoder has a start token too."""
+    tokenizer = processor.tokenizer
     names = ("decoder_start_token_id", "bos_token_id", "eos_token_id")
     has_start = any(getattr(tokenizer, name, None) is not None for name in names)
     pad = getattr(tokenizer, "pad_token_id", None)
     if not has_start or pad is None:
-        raise ValueError(
+        raise ConfigError(
             "The decoder needs a start token and a padding token, and the tokenizer names "
             f"{'no padding token' if has_start else 'no start token'}. Set it on the tokenizer."
         )
     return int(pad)
 
 
+def prefix_steps() -> Steps:
+    """Return the steps of PaliGemma without a chat template: images and a prefix, and the suffix that is learned."""
+    return Steps(shape=_prefix_and_suffix, render=_mark_suffix, call=_call_with_suffix, writes_labels=True)
+
+
+def _prefix_and_suffix(conversation: Conversation) -> Conversation:
+    """Return the first question with its images, and the answer to it."""
+    turns = [message for message in conversation if message["role"] in ("user", "assistant")]
+    if [message["role"] for message in turns] != ["user", "assistant"]:
+        raise BadSampleError(
+            "encode",
+            "not_one_answer",
+            f"PaliGemma without a chat template takes one question and one answer, and the sample has the turns "
+            f"{', '.join(message['role'] for message in conversation)}. Cut it, or give the processor a chat template.",
+        )
+    return turns
+
+
+def _mark_suffix(conversation: Conversation) -> str:
+    question, answer = conversation
+    num_images = sum(item["type"] == "image" for item in iter_media([question]))
+    return f"{'<image>' * num_images}{message_text(question)}{_BEFORE_ANSWER}{message_text(answer)}"
+
+
+def _call_with_suffix(
+    processor: Any, texts: Sequence[str], loaded: Sequence[LoadedMedia], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    prefixes, suffixes = zip(*(text.rsplit(_BEFORE_ANSWER, 1) for text in texts), strict=True)
+    return call_processor(processor, prefixes, loaded, {**options, "suffix": list(suffixes)})
+
+
 # Phi-4-multimodal ----------------------------------------------------------------------------------------------------
 
-_PHI4_MAX_LENGTH: Final = 1024
 _PHI4_IMAGES: Final = ("input_image_embeds", "image_pixel_values")
 _PHI4_AUDIOS: Final = ("input_audio_embeds", "audio_input_features")
 _PHI4_IMAGE_KEYS: Final = (*_PHI4_IMAGES, "image_sizes", "image_attention_mask")
 
 
-def process_phi4(examples: Sequence[Example], processor: Any) -> dict[str, Any]:
-    """Put an example's own `audio` into its conversation.
-
-    The published remote code and transformers' class name their tensors differently; either's names stay.
-    """
-    encoder = Encoder(processor, EncodeConfig())
-    prepared = [prepare(encoder, _with_audio(example, processor)) for example in examples]
-    texts = [p.rendered.text for p in prepared]
+def call_phi4(
+    processor: Any, texts: Sequence[str], loaded: Sequence[LoadedMedia], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Call the published remote code, which takes flat lists and rates, or transformers' class; names stay theirs."""
     if "audios" in inspect.signature(type(processor).__call__).parameters:
         media: dict[str, Any] = {
-            "images": [image for p in prepared for image in p.loaded.images],
-            "audios": [(audio, audio_rate_of(processor)) for p in prepared for audio in p.loaded.audios],
+            "images": [image for one in loaded for image in one.images],
+            "audios": [(audio, audio_rate_of(processor)) for one in loaded for audio in one.audios],
         }
         given = {name: items for name, items in media.items() if items}
-        batch = dict(processor(text=texts, padding=True, return_tensors="pt", **given))
+        batch = dict(processor(text=list(texts), return_tensors="pt", **given, **options))
     else:
-        batch = call_processor(processor, texts, [p.loaded for p in prepared], {"padding": True})
-    batch["labels"] = label_rows(encoder, batch, prepared)
-    batch = cut_to(batch, _PHI4_MAX_LENGTH, processor)
-    if not any(p.loaded.images for p in prepared):
+        batch = call_processor(processor, texts, loaded, options)
+    if not any(one.images for one in loaded):
         batch = {key: value for key, value in batch.items() if key not in _PHI4_IMAGE_KEYS}
     return batch
 
 
-def _with_audio(example: Example, processor: Any) -> Conversation:
-    """Return the conversation with the example's own sound in it, unless its items place it already."""
-    conversation: Conversation = example["conversation"]
-    audio = example.get("audio")
-    if audio is None or any(item["type"] == "audio" for item in iter_media(conversation)):
-        return conversation
-    if isinstance(audio, dict):
-        audio = (audio["array"], audio["sampling_rate"])
-    if isinstance(audio, (tuple, list)) and len(audio) == 2:
-        audio = resample_audio(audio[0], int(audio[1]), audio_rate_of(processor))
-    messages = [dict(message) for message in conversation]
-    first = next(message for message in messages if message["role"] == "user")
-    content = first["content"]
-    items = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    first["content"] = [{"type": "audio", "audio": audio}, *items]
-    return messages
+def number_phi4_media(medium: str, number: int) -> str:
+    """Return what stands for a medium where Phi-4's template takes strings."""
+    return f"<|{medium}_{number}|>"
 
 
 def add_input_mode(batch: dict[str, Any], processor: Any) -> dict[str, Any]:  # noqa: ARG001 - a family's finish
@@ -278,3 +266,46 @@ def add_input_mode(batch: dict[str, Any], processor: Any) -> dict[str, Any]:  # 
 
 def _has_any(batch: Mapping[str, Any], keys: Sequence[str]) -> bool:
     return any(batch.get(key) is not None and len(batch[key]) > 0 for key in keys)
+
+
+# Gemma 4 -------------------------------------------------------------------------------------------------------------
+
+
+def gemma4_inject_thinking_prefix(batch: dict[str, Any], processor: Any) -> dict[str, Any]:
+    r"""Return the batch `[B, S]`, or one sample `[S]`, with an empty thought before every answer.
+
+    The large instruction-tuned models open every answer with it; without it the first loss is that of a missing habit.
+    The prefix goes after every `<|turn>model\n`, visible to the model and IGNORE in the labels. Where the template
+    wrote it already, it is only masked.
+    """
+    tokenizer = tokenizer_of(processor)
+    turn, prefix = (
+        torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+        for text in (_GEMMA4_MODEL_TURN, GEMMA4_THINKING_PREFIX)
+    )
+    if not len(turn) or not len(prefix):
+        return batch
+    if batch["input_ids"].ndim == 1:
+        return batch | _inject({key: batch[key] for key in TOKEN_KEYS if key in batch}, turn, prefix)
+    rows = [_inject(row, turn, prefix) for row in split_rows(batch)]
+    return batch | pad_rows(rows, pad_id=pad_id_of(processor), side=padding_side(processor))
+
+
+def _inject(row: Mapping[str, torch.Tensor], turn: torch.Tensor, prefix: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Insert the prefix after every turn marker of one row without padding."""
+    ids = row["input_ids"]
+    if len(ids) < len(turn):
+        return dict(row)
+    places = (ids.unfold(0, len(turn), 1) == turn).all(dim=1).nonzero().flatten() + len(turn)
+    fills = {"attention_mask": 1, "labels": IGNORE}
+    pieces: dict[str, list[torch.Tensor]] = {key: [] for key in row}
+    begin = 0
+    for place in places.tolist():
+        end = place + len(prefix)
+        is_written = torch.equal(ids[place:end], prefix)
+        for key, value in row.items():
+            pieces[key].append(value[begin:place])
+            written = prefix if key == "input_ids" else torch.full_like(prefix, fills.get(key, 0))
+            pieces[key].append(value[place:end] if is_written and key != "labels" else written)
+        begin = end if is_written else place
+    return {key: torch.cat([*pieces[key], value[begin:]]) for key, value in row.items()}

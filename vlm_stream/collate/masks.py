@@ -36,10 +36,10 @@ BLOCK_CAUSAL: Final = PackingContract()
 FLASH: Final = "flash_attention_"
 
 
-def mask_documents(documents: torch.Tensor, form: PackedMaskType) -> dict[str, Any]:
-    """Return what tells the documents `[B, S]` apart, in one of the forms."""
+def mask_documents(documents: torch.Tensor, form: PackedMaskType, dtype: torch.dtype = torch.bool) -> dict[str, Any]:
+    """Return what tells the documents `[B, S]` apart, in one of the forms; `dtype` is that of a 4-D mask."""
     if form == "block_causal":
-        return {"attention_mask": document_mask_4d(documents)}
+        return {"attention_mask": document_mask_4d(documents, dtype)}
     if form == "document_ids":
         return {"attention_mask": documents}
     if form != "flash_varlen":

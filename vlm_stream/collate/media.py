@@ -36,7 +36,7 @@ _NOT_MEDIA: Final = frozenset(
 )
 _MASK_OF: Final = {"audio_input_features": "audio_attention_mask"}
 """Phi-4 gives a mask of frames only with batches of several clips, so single samples come without one."""
-_IMAGE_GRIDS: Final = ("image_grid_thw", "grid_thws")
+_IMAGE_GRIDS: Final = ("image_grid_thw", "grid_thws", "image_grid_hws")
 _VIDEO_GRIDS: Final = ("video_grid_thw",)
 _LARGE_BYTES: Final = 1 << 20  # below this, a copy costs less than a shared segment
 
@@ -191,7 +191,7 @@ def count_grids(rows: Sequence[Sample]) -> dict[str, torch.Tensor]:
 def count_media(rows: Sequence[Sample]) -> dict[str, torch.Tensor]:
     """Count the images and videos of samples or packs by what they have: grids, else sizes, else pixel rows."""
     images = _lengths(rows, (*_IMAGE_GRIDS, "image_sizes", PIXEL_KEYS[0]))
-    return counts_of(images, _lengths(rows, (*_VIDEO_GRIDS, PIXEL_KEYS[1])))
+    return counts_of(images, _lengths(rows, (*_VIDEO_GRIDS, "num_frames_per_video", PIXEL_KEYS[1])))
 
 
 def _lengths(rows: Sequence[Sample], keys: Sequence[str]) -> list[int]:

@@ -96,7 +96,7 @@ def _align(document: Sample, slots: int, padding_idx: int, mrope: bool) -> dict[
     rows[POSITIONS_KEY] = torch.arange(slots)
     if mrope:
         own = document.get(POSITIONS_KEY)
-        own = torch.arange(length).expand(3, -1) if own is None else own.long()
+        own = torch.arange(length).expand(3, -1) if own is None else own
         beyond = torch.arange(slots - length) + (int(own.max()) + 1 if length else 0)
         rows[POSITIONS_KEY] = torch.cat([own, beyond.expand(3, -1)], dim=1)
     return rows
@@ -117,8 +117,8 @@ def neat_packed_vlm_collater(
         batch: Packed samples of any lengths.
         padding_idx: Token id of padding.
         max_length: Length of every batch; None: that of the longest pack.
-        attn_implementation: The flash_attention family keeps the mask `[B, S]` of document numbers; anything else gets
-            a boolean mask `[B, 1, S, S]`.
+        attn_implementation: The flash_attention family keeps the mask `[B, S]` of document numbers; `mask4d` gets a
+            mask `[B, 1, S, S]` that is added to scores, anything else a boolean one.
         materialize_4d_mask: False keeps document numbers in place of any 4-D mask.
         packing: Which form the model takes, whatever the backend.
 
@@ -150,7 +150,7 @@ def neat_packed_vlm_collater(
         "labels": tokens["labels"],
         "mm_token_type_ids": tokens.get("mm_token_type_ids", torch.zeros_like(documents)),
         POSITIONS_KEY: _pad_positions(batch, documents.shape[1]),
-        **mask_documents(documents, form),
+        **mask_documents(documents, form, torch.float32 if attn_implementation == "mask4d" else torch.bool),
         **(sequence_metadata(documents) if wants_lengths else {}),
     }
     if not materialize_4d_mask or wants_lengths or bool((documents > 1).any()):
@@ -215,7 +215,8 @@ def _media(batch: Sequence[Sample]) -> dict[str, Any]:
 def _pad_positions(batch: Sequence[Sample], length: int) -> torch.Tensor:
     """Return `[B, length]`, or `[axes, B, length]` when some pack has several position axes (mRoPE)."""
     axes = max((pack[POSITIONS_KEY].shape[0] for pack in batch if pack[POSITIONS_KEY].ndim == 2), default=0)
-    out = torch.zeros((axes or 1, len(batch), length), dtype=torch.int64)
+    has_parts = any(pack[POSITIONS_KEY].is_floating_point() for pack in batch)  # of seconds, in Qwen-Omni's videos
+    out = torch.zeros((axes or 1, len(batch), length), dtype=torch.float32 if has_parts else torch.int64)
     for row, pack in enumerate(batch):
         positions = pack[POSITIONS_KEY]  # [axes, L], or [L] for a pack without media: the same on every axis
         out[:, row, : positions.shape[-1]] = positions

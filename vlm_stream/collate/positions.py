@@ -50,10 +50,10 @@ _UNRULED_FAMILIES: Final = (
     "glm_image",
     "hunyuan_vl",
     "minicpmv4_7",
-    "qwen2_5_omni",
-    "qwen3_omni_moe",
 )
 """Families with multi-axis positions of other kinds: their processors must not be taken for plain ones."""
+_OMNI_FAMILIES: Final = {"qwen25omni": "Qwen2_5Omni", "qwen3omnimoe": "Qwen3OmniMoe"}
+"""Families whose rule the model's class knows, and whose processors tell all that it asks of a config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,9 @@ class PositionRule:
         return None
 
     @classmethod
-    def from_processor(cls, processor: Any, *, tokens_per_second: float = 2.0) -> PositionRule | None:
+    def from_processor(
+        cls, processor: Any, *, tokens_per_second: float = 2.0
+    ) -> PositionRule | WeightlessPositions | None:
         """Read the rule from a processor, where no model config is at hand.
 
         Args:
@@ -119,12 +121,14 @@ class PositionRule:
             tokens_per_second: What the processor does not know; 2 in the published Qwen2.5-VL checkpoints.
 
         Returns:
-            The rule, or None for a family whose positions count on by one.
+            The rule, that of the model's class for Qwen-Omni, or None for a family whose positions count on by one.
 
         Raises:
             ConfigError: The family, or the installed transformers, follows a rule that a processor does not tell.
         """
         name = type(processor).__name__.removesuffix("Processor").lower().replace("_", "")
+        if name in _OMNI_FAMILIES:
+            return WeightlessPositions(_omni_config(processor, _OMNI_FAMILIES[name]))
         if name in {family.replace("_", "") for family in _UNRULED_FAMILIES}:
             raise ConfigError(
                 f"{type(processor).__name__} belongs to a family with multi-axis positions by a rule that is not known "
@@ -269,7 +273,27 @@ class WeightlessPositions:
         shell = model_class.__new__(model_class)
         torch.nn.Module.__init__(shell)
         shell.config = self.config
+        vision = getattr(self.config, "vision_config", None)
+        shell.spatial_merge_size = getattr(vision, "spatial_merge_size", None)  # Qwen-Omni looks for it here
         return compute_mrope_position_ids(sample, shell.get_rope_index)
+
+
+def _omni_config(processor: Any, prefix: str) -> Any:
+    """Return a config of Qwen-Omni's thinker with the processor's tokens and its pace of positions."""
+    import transformers
+
+    tokenizer = processor.tokenizer
+    defaults = getattr(type(processor).valid_processor_kwargs, "_defaults", {}).get("videos_kwargs", {})
+    config = getattr(transformers, f"{prefix}ThinkerConfig")(
+        image_token_id=tokenizer.convert_tokens_to_ids(processor.image_token),
+        video_token_id=tokenizer.convert_tokens_to_ids(processor.video_token),
+        audio_token_id=tokenizer.convert_tokens_to_ids(processor.audio_token),
+        audio_start_token_id=tokenizer.convert_tokens_to_ids(processor.audio_bos_token),
+        position_id_per_seconds=int(defaults.get("position_id_per_seconds", 25)),
+        vision_config={"spatial_merge_size": int(processor.image_processor.merge_size)},
+    )
+    config.vision_start_token_id = tokenizer.convert_tokens_to_ids(processor.vision_bos_token)
+    return config
 
 
 def _model_class(config: Any) -> Any:
@@ -302,9 +326,11 @@ def compute_mrope_position_ids(sample: Sample, get_rope_index: Callable[..., Any
         name: value for name, value in sample.items() if name not in (*TOKEN_KEYS, POSITIONS_KEY)
     }
     offered["input_ids"] = ids[None]
-    seconds = sample.get("second_per_grid_ts")
-    # Qwen-Omni has its own name for the same numbers.
+    # Qwen-Omni has its own names for the same numbers, and wants the lengths of clips.
+    seconds = sample.get("second_per_grid_ts", sample.get("video_second_per_grid"))
     offered["second_per_grid_ts"] = offered["second_per_grids"] = None if seconds is None else torch.as_tensor(seconds)
+    if sample.get("feature_attention_mask") is not None:
+        offered["audio_seqlens"] = sample["feature_attention_mask"].sum(dim=1)
     mask = token_row(sample, "attention_mask")
     offered["attention_mask"] = None if mask is None else mask[None]
     if "mm_token_type_ids" in names:
@@ -312,7 +338,9 @@ def compute_mrope_position_ids(sample: Sample, get_rope_index: Callable[..., Any
         offered["mm_token_type_ids"] = (_types_from_config(ids, get_rope_index) if types is None else types)[None]
     result = get_rope_index(**{name: value for name, value in offered.items() if name in names})
     positions: torch.Tensor = result[0] if isinstance(result, tuple) else result
-    return positions[:, 0] if positions.ndim == 3 else positions
+    positions = positions[:, 0] if positions.ndim == 3 else positions
+    is_whole = positions.is_floating_point() and bool((positions == positions.round()).all())
+    return positions.long() if is_whole else positions
 
 
 def _types_from_config(ids: torch.Tensor, get_rope_index: Callable[..., Any]) -> torch.Tensor:

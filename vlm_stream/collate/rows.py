@@ -59,7 +59,8 @@ def pad_rows(
         for index, row in enumerate(rows):
             tokens = token_row(row, key)
             if tokens is not None:
-                place = slice(0, len(tokens)) if side == "right" else slice(longest - len(tokens), longest)
+                num_tokens = len(row["input_ids"])  # a value of another length is no value along the tokens
+                place = slice(0, num_tokens) if side == "right" else slice(longest - num_tokens, longest)
                 out[index, place] = tokens
         padded[key] = out
     return padded

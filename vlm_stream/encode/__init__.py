@@ -5,7 +5,7 @@ labels (not shifted), media tensors; or a `BadSampleError`. Must not be known he
 shards, and where the bytes came from.
 
 Files, in the order the data meets them:
-    encoder.py         `EncodeConfig`, `Encoder`: the steps of one sample
+    encoder.py         `EncodeConfig`, `Encoder`: the steps of one sample; `Steps`: those that a family replaces
     load_media.py      bytes to images, frames, waves; the fake image
     sizes_only.py      grids from sizes, no pixels
     chat_format.py     what a chat template writes around turns
@@ -18,7 +18,7 @@ Files, in the order the data meets them:
 from __future__ import annotations
 
 from vlm_stream.encode.call_processor import SHARED_PIXELS, call_processor
-from vlm_stream.encode.chat_format import ChatFormat, Rendered, chat_format, render_template
+from vlm_stream.encode.chat_format import ChatFormat, Rendered, chat_format, render_template, template_of
 from vlm_stream.encode.control_tokens import (
     TypedMarkers,
     check_media_tokens,
@@ -26,7 +26,7 @@ from vlm_stream.encode.control_tokens import (
     tokenizer_of,
     vision_token_ids,
 )
-from vlm_stream.encode.encoder import EncodeConfig, Encoder, fit_length, shape_content
+from vlm_stream.encode.encoder import EncodeConfig, Encoder, Steps, fit_length, shape_content
 from vlm_stream.encode.label_search import build_labels, build_labels_from_template, message_text
 from vlm_stream.encode.load_media import (
     LoadedMedia,
@@ -49,6 +49,7 @@ __all__ = [
     "Encoder",
     "LoadedMedia",
     "Rendered",
+    "Steps",
     "TypedMarkers",
     "audio_rate_of",
     "build_labels",
@@ -68,6 +69,7 @@ __all__ = [
     "processor_reads",
     "render_template",
     "shape_content",
+    "template_of",
     "tokenizer_of",
     "vision_token_ids",
 ]

@@ -112,10 +112,10 @@ class Rendered:
     """Begin and end of each answer in characters, where the template marks them itself; None where it does not."""
 
 
-def render_chat(processor: Processor, chat: ChatFormat, conversation: Conversation, **kwargs: Any) -> Rendered:
+def render_chat(processor: Processor, chat: ChatFormat, conversation: Conversation) -> Rendered:
     """Render one conversation, with the spans of the answers if the template has `{% generation %}`."""
     if not chat.has_generation_tags:
-        return Rendered(render_template(processor, conversation, **kwargs))
+        return Rendered(render_template(processor, conversation))
     from transformers.utils.chat_template_utils import render_jinja_template
 
     names = {key: value for key, value in tokenizer_of(processor).special_tokens_map.items() if isinstance(value, str)}
@@ -124,17 +124,17 @@ def render_chat(processor: Processor, chat: ChatFormat, conversation: Conversati
         conversations=[conversation],
         chat_template=template_of(processor),
         return_assistant_tokens_mask=True,
-        **{**names, **kwargs},
+        **names,
     )
     return Rendered(texts[0], [(int(begin), int(end)) for begin, end in spans[0]])
 
 
-def render_template(processor: Processor, conversation: Conversation, **kwargs: Any) -> str:
+def render_template(processor: Processor, conversation: Conversation) -> str:
     """Render one conversation to text with the processor's template, or with its tokenizer's if it has none."""
     owner: Processor = processor if getattr(processor, "chat_template", None) is not None else tokenizer_of(processor)
     if not hasattr(owner, "apply_chat_template"):
         owner = processor
-    text = owner.apply_chat_template(conversation, tokenize=False, **kwargs)
+    text = owner.apply_chat_template(conversation, tokenize=False)
     return str(text[0] if isinstance(text, list) else text)
 
 

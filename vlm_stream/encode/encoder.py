@@ -7,6 +7,7 @@ same text and media. Steps: decode, render once, call the processor once, place 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,9 +40,8 @@ from vlm_stream.media import ImageConfig
 from vlm_stream.tokens import ImageSize
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    import numpy.typing as npt
     import torch
 
     from vlm_stream.conversation import Conversation
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from vlm_stream.pixels import CompactPath
     from vlm_stream.tokens import FrameRule, MediaSizes, Processor
 
-__all__ = ["EncodeConfig", "Encoder", "fit_length", "shape_content"]
+__all__ = ["EncodeConfig", "Encoder", "Steps", "fit_length", "shape_content"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +71,6 @@ class EncodeConfig:
     """Which frames of a video are read; None: as the processor's own config says. Planning must count with the same."""
     allow_unlabelled: bool = False
     """Return samples in which nothing is to be learned, instead of calling them bad."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as `enable_thinking`."""
-    processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Options for every call of the processor."""
     pixels: Literal["full", "compact"] = "full"
     """`compact`: bytes that `finish_pixels` makes the processor's pixels of, on the trainer's device. Families without
     a compact path give full pixels and say so."""
@@ -89,13 +85,36 @@ class EncodeConfig:
             raise ConfigError(f"max_length={self.max_length} leaves nothing to encode; use a number above 0, or None.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """What a family does otherwise than transformers' chat processors; a step that is not given is theirs."""
+
+    shape: Callable[[Conversation], Conversation] | None = None
+    """What of a conversation is shown, for families that take one question and one answer."""
+    render: Callable[[Conversation], str] | None = None
+    """The text that `call` gets, for processors without a chat template."""
+    call: Callable[..., dict[str, Any]] = call_processor
+    """`(processor, texts, loaded, options)` -> the processor's batch; rows are padded if `options` say so."""
+    placeholder: Callable[[str, int], str] | None = None
+    """`(medium, number from 1)` -> what stands for a medium in the text, for chat templates that take strings."""
+    hook: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
+    """`(batch, processor)` -> the batch `[1, S]` of a user's hook, which sees it before there are labels."""
+    label: Callable[[torch.Tensor, Conversation, Any], torch.Tensor] | None = None
+    """`(ids, conversation, processor)` -> labels `[S]`."""
+    writes_labels: bool = False
+    """Whether `call` returns `labels` itself."""
+    edit: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
+    """`(sample, processor)` -> the labelled sample with tokens or media in the form of the family."""
+
+
 class Encoder:
     """Encodes samples for one processor."""
 
-    def __init__(self, processor: Processor, config: EncodeConfig | None = None) -> None:
+    def __init__(self, processor: Processor, config: EncodeConfig | None = None, steps: Steps | None = None) -> None:
         """Learn the processor's chat template and frame rule once."""
         self.processor = processor
         self.config = config or EncodeConfig()
+        self.steps = steps or Steps()
         self.chat: ChatFormat = chat_format(processor)
         self.reads = processor_reads(processor, self.config)
         self._path: CompactPath | None = None
@@ -118,6 +137,7 @@ class Encoder:
         Raises:
             BadSampleError: Stage "decode" for media, stage "encode" for everything after.
         """
+        conversation = self.shape(conversation)
         is_faked = self._wants_fake(conversation)
         if is_faked:
             conversation = inject_fake_image(conversation)
@@ -167,19 +187,29 @@ class Encoder:
     ) -> dict[str, Any]:
         rendered, markers = self.render(conversation)
         if processor is self.processor:
-            batch = self.call([rendered.text], [loaded], self.config.processor_kwargs)
+            batch = self.call([rendered.text], [loaded], {})
         else:
-            batch = call_processor(processor, [rendered.text], [loaded], self.config.processor_kwargs)
+            batch = call_processor(processor, [rendered.text], [loaded], {})
+        is_hooked = False
+        if self.steps.hook is not None:
+            before = batch["input_ids"]
+            batch = self.steps.hook(batch, self.processor)
+            is_hooked = batch["input_ids"].tolist() != before.tolist()
         # By way of numpy, whose indexing of short rows is cheaper than torch's.
         sample = {k: _as_tensor(v.numpy()[0]) if k in TOKEN_KEYS else v for k, v in batch.items()}
         if markers is not None:
             sample |= self.splice(sample, rendered, markers)
-        labels = self._labels(conversation, rendered, sample["input_ids"])
-        sample["labels"] = _as_tensor(labels)
+        ids = sample["input_ids"]
+        if is_hooked:
+            sample["labels"] = build_labels_from_template(ids[None], [conversation], self.processor)[0]
+        elif not (self.steps.writes_labels and "labels" in sample):
+            sample["labels"] = self.label(conversation, rendered, ids)
+        if self.steps.edit is not None:
+            sample = self.steps.edit(sample, self.processor)
         if self.config.max_length is not None:
             sample = fit_length(self.processor, sample, self.config.max_length, self.config.overlong)
         check_media_tokens(self.processor, sample["input_ids"], sample)
-        if not self.config.allow_unlabelled and not has_labels(labels[: self.config.max_length]):
+        if not self.config.allow_unlabelled and not has_labels(sample["labels"].numpy()):
             raise BadSampleError("encode", "no_labels", "No token of the sample is to be learned: no answer is left.")
         if is_faked:
             sample["attention_mask"] = mask_vision_tokens(self.processor, sample["input_ids"], sample["attention_mask"])
@@ -188,24 +218,30 @@ class Encoder:
     def call(self, texts: Sequence[str], loaded: Sequence[LoadedMedia], options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the processor's batch, its pixels compact if they are to be."""
         if self._path is None:
-            return call_processor(self.processor, texts, loaded, options)
-        batch = call_processor(self._path.processor, texts, loaded, options)
+            return self.steps.call(self.processor, texts, loaded, options)
+        batch = self.steps.call(self._path.processor, texts, loaded, options)
         return batch | self._path.tag(batch)
+
+    def shape(self, conversation: Conversation) -> Conversation:
+        """Return what of a conversation the family shows."""
+        return conversation if self.steps.shape is None else self.steps.shape(conversation)
 
     def render(self, conversation: Conversation) -> tuple[Rendered, TypedMarkers | None]:
         """Return what the chat template writes, typed control strings replaced."""
-        conversation = shape_content(conversation, self.chat)
+        if self.steps.render is not None:
+            return Rendered(self.steps.render(conversation)), None
         conversation, markers = disguise(conversation, self.chat)
-        return render_chat(self.processor, self.chat, conversation, **self.config.template_kwargs), markers
+        conversation = shape_content(conversation, self.chat, self.steps.placeholder)
+        return render_chat(self.processor, self.chat, conversation), markers
 
     def label(self, conversation: Conversation, rendered: Rendered, ids: torch.Tensor) -> torch.Tensor:
         """Return labels for ids [S] without padding."""
-        return _as_tensor(self._labels(conversation, rendered, ids))
-
-    def _labels(self, conversation: Conversation, rendered: Rendered, ids: torch.Tensor) -> npt.NDArray[np.int64]:
+        if self.steps.label is not None:
+            return self.steps.label(ids, conversation, self.processor)
         if rendered.spans is None and not self.chat.header:
-            return build_labels_from_template(ids[None], [conversation], self.processor)[0].numpy()
-        return label_answers(self.processor, self.chat, rendered, ids.numpy(), wants_training(conversation))
+            return build_labels_from_template(ids[None], [conversation], self.processor)[0]
+        train = wants_training(conversation)
+        return _as_tensor(label_answers(self.processor, self.chat, rendered, ids.numpy(), train))
 
     def splice(
         self, row: Mapping[str, torch.Tensor], rendered: Rendered, markers: TypedMarkers
@@ -246,7 +282,9 @@ def fit_length(processor: Processor, sample: dict[str, Any], max_length: int, ov
     return {key: value[:max_length] if key in TOKEN_KEYS else value for key, value in sample.items()}
 
 
-def shape_content(conversation: Conversation, chat: ChatFormat) -> Conversation:
+def shape_content(
+    conversation: Conversation, chat: ChatFormat, placeholder: Callable[[str, int], str] | None = None
+) -> Conversation:
     """Return the conversation with contents in a form that the template shows; the same object if it already is."""
     if chat.content_form == "list":
         return [
@@ -254,19 +292,32 @@ def shape_content(conversation: Conversation, chat: ChatFormat) -> Conversation:
             for m in conversation
         ]
     if chat.content_form == "string":
+        seen: Counter[str] = Counter()
         return [
-            {**m, "content": _join_text(m["content"])} if isinstance(m.get("content"), list) else m
+            {**m, "content": _join_content(m["content"], placeholder, seen)}
+            if isinstance(m.get("content"), list)
+            else m
             for m in conversation
         ]
     return conversation
 
 
-def _join_text(content: list[dict[str, Any]]) -> str:
-    if any(item.get("type") != "text" for item in content):
-        raise BadSampleError(
-            "encode", "no_media_in_template", "The chat template takes plain text, the turn has media."
-        )
-    return "".join(item["text"] for item in content)
+def _join_content(
+    content: list[dict[str, Any]], placeholder: Callable[[str, int], str] | None, seen: Counter[str]
+) -> str:
+    pieces = []
+    for item in content:
+        kind = item.get("type", "text")
+        if kind == "text":
+            pieces.append(item["text"])
+        elif placeholder is not None:
+            seen[kind] += 1
+            pieces.append(placeholder(kind, seen[kind]))
+        else:
+            raise BadSampleError(
+                "encode", "no_media_in_template", "The chat template takes plain text, the turn has media."
+            )
+    return "".join(pieces)
 
 
 def _as_tensor(array: Any) -> torch.Tensor:

@@ -42,10 +42,10 @@ def make_grid_processor(processor: Any, config: EncodeConfig) -> Any:
             f"{type(processor).__name__} cannot be run without pixels: how its text follows from the sizes of media is "
             f"known for {', '.join(_GRID_FAMILIES)}. Let every rank read media (pixels=True) and drop them afterwards."
         )
-    if config.processor_kwargs or config.image.exif_rotate:
+    if config.image.exif_rotate:
         raise ConfigError(
-            "processor_kwargs and exif_rotate can change the sizes of media, which are read from the index where there "
-            "are no pixels, so ranks would disagree on tokens. Put such settings into the processor's own config."
+            "exif_rotate can change the sizes of media, which are read from the index where there are no pixels, so "
+            "ranks would disagree on tokens. Leave it off."
         )
     geometry = Geometry.from_processor(processor)
     copied = copy.copy(processor)

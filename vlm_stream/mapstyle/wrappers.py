@@ -18,6 +18,7 @@ from vlm_stream.collate import (
     align_up,
     as_documents,
     build_packed_vlm_sample,
+    family_of,
     shift_sample,
 )
 from vlm_stream.conversation import MEDIA_TYPES, iter_media
@@ -166,8 +167,8 @@ class PreTokenizedDatasetWrapper(_ReplacingDataset):
             max_length: Longest sample in tokens; longer ones are replaced, or cut.
             max_retries: How many samples are tried for one.
             truncate: Cut samples that are too long, unless the cut would take media away.
-            post_tokenize_hook: Called as `hook(sample, processor)` with one labelled sample, before its length is
-                checked.
+            post_tokenize_hook: Called as `hook(batch, processor)` with the processor's batch `[1, S]` of one sample,
+                before there are labels; they follow the ids that it returns.
             inject_fake_images: Give text-only samples an image that attention does not see.
             seed: Chooses which samples stand in for others.
             ledger_path: File to which all workers append what failed.
@@ -178,7 +179,9 @@ class PreTokenizedDatasetWrapper(_ReplacingDataset):
         self.max_length = max_length
         self.truncate = truncate
         self.post_tokenize_hook = post_tokenize_hook
-        self._encoder = Encoder(processor, EncodeConfig(inject_fake_image=inject_fake_images))
+        config = EncodeConfig(inject_fake_image=inject_fake_images)
+        steps = replace(family_of(processor, encodes=True).steps_for(processor), hook=post_tokenize_hook)
+        self._encoder = Encoder(processor, config, steps)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -195,8 +198,6 @@ class PreTokenizedDatasetWrapper(_ReplacingDataset):
             BadSampleError: It cannot be used.
         """
         sample = self._encoder.encode(self.dataset[index]["conversation"], {})
-        if self.post_tokenize_hook is not None:
-            sample = self.post_tokenize_hook(sample, self.processor)
         if self.max_length is not None:
             sample = fit_length(self.processor, sample, self.max_length, "truncate" if self.truncate else "bad")
         return sample

@@ -6,7 +6,7 @@ mapping of lists. Knows the names under which families emit media, and which of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import wraps
 from typing import Any, Final, TypeAlias
 
@@ -41,7 +41,9 @@ def drop_vlm_media(batch: Batch) -> Batch:
     return batch
 
 
-def prepare_vlm_media_for_pp(batch: Batch, batch_size: int, n_microbatches: int) -> Batch:
+def prepare_vlm_media_for_pp(
+    batch: Batch, batch_size: int, n_microbatches: int, *, owned: Mapping[str, Sequence[int]] | None = None
+) -> Batch:
     """Replace the media tensors of a batch by lists with one entry per micro-batch.
 
     Torch would cut the flat media tensors by rows like everything else, and give samples the pixels of others.
@@ -50,6 +52,7 @@ def prepare_vlm_media_for_pp(batch: Batch, batch_size: int, n_microbatches: int)
         batch: A collated batch; changed in place.
         batch_size: Its rows. A pack is one row, with the media counts of all its documents.
         n_microbatches: Micro-batches that the schedule runs.
+        owned: Further media that belong to rows (sound, say), and how many entries each row has of them.
 
     Returns:
         The batch, with `VLM_PP_MEDIA_KEY` if it had pixels. Compact pixels stay so, and the mapping says how to finish
@@ -59,6 +62,7 @@ def prepare_vlm_media_for_pp(batch: Batch, batch_size: int, n_microbatches: int)
         MediaCutError: The counts, grids and pixels do not fit together (a `ValueError`).
     """
     bounds = microbatch_bounds(batch_size, n_microbatches)
+    further = {key: batch.pop(key) for key in owned or {} if key in batch}
     media = {key: batch.pop(key) for key in keys.MEDIA_KEYS if key in batch}
     compact = batch.pop(keys.PIXEL_SPEC_KEY, None)
     media = {key: value for key, value in media.items() if value is not None}
@@ -68,6 +72,11 @@ def prepare_vlm_media_for_pp(batch: Batch, batch_size: int, n_microbatches: int)
         chunks |= _image_chunks(media, batch_size, bounds)
     if _VIDEOS in media:
         chunks |= _video_chunks(media, batch_size, bounds)
+    for key, value in further.items():
+        sizes = list((owned or {})[key])
+        # One entry for the whole batch (which adapters a model switches on) is that of every micro-batch.
+        is_shared = len(value) == 1 < sum(sizes)
+        chunks[key] = [value] * len(bounds) if is_shared else _cut_aligned(key, value, sizes, bounds)
     if chunks:
         batch[VLM_PP_MEDIA_KEY] = chunks if compact is None else chunks | {keys.PIXEL_SPEC_KEY: compact}
     return batch

@@ -29,6 +29,7 @@ from vlm_stream.testing import torchvision_shim
 _HOMES = {
     "FAMILIES": "processors",
     "MODEL_FAMILIES": "models",
+    "MORE_FAMILIES": "processors",
     "build_processor": "processors",
     "build_tiny_model": "models",
     "make_grey_jpeg": "toy_media",
@@ -44,6 +45,7 @@ _HOMES = {
 __all__ = [
     "FAMILIES",
     "MODEL_FAMILIES",
+    "MORE_FAMILIES",
     "build_processor",
     "build_tiny_model",
     "make_grey_jpeg",
@@ -58,7 +60,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from vlm_stream.testing.models import MODEL_FAMILIES, build_tiny_model
-    from vlm_stream.testing.processors import FAMILIES, build_processor
+    from vlm_stream.testing.processors import FAMILIES, MORE_FAMILIES, build_processor
     from vlm_stream.testing.toy_data import make_toy_dataset
     from vlm_stream.testing.toy_media import (
         make_grey_jpeg,

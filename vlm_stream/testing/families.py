@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from vlm_stream.testing.tokenizer import ChatStyle
 
-__all__ = ["FAMILY_PARTS", "Family"]
+__all__ = ["FAMILY_PARTS", "MORE_PARTS", "Family"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,8 @@ class Family:
     """Class of the processor."""
     image: str
     """Class of the image processor."""
-    style: ChatStyle
+    style: ChatStyle | None
+    """None: the family has no chat template."""
     tokens: str
     """Special tokens, between blanks, in the order of their ids; those of `named` come after them."""
     eos: str
@@ -31,6 +32,8 @@ class Family:
     video: str | None = None
     audio: str | None = None
     image_options: dict[str, Any] = field(default_factory=dict)
+    image_attributes: dict[str, Any] = field(default_factory=dict)
+    """What the processor reads from its image processor, and the class does not have."""
     video_options: dict[str, Any] = field(default_factory=dict)
     audio_options: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -61,6 +64,7 @@ _VISION: Final = {
     "video": "<|vision_start|><|video_pad|><|vision_end|>",
 }
 _GEMMA: Final[dict[str, Any]] = {"eos": "<eos>", "pad": "<pad>", "bos": "<bos>", "add_bos": True}
+_MISTRAL: Final[dict[str, Any]] = {"eos": "</s>", "pad": "<pad>", "bos": "<s>"}
 _TILE: Final = {"height": 448, "width": 448}
 
 _QWEN2_VL: Final = Family(
@@ -118,21 +122,22 @@ _KIMI_K25: Final = Family(
         video="<|kimi_k25_video_placeholder|>\n",
     ),
 )
+_GEMMA3_STYLE: Final = ChatStyle(
+    begin="{{ bos_token }}",
+    turn_begin="<start_of_turn>{{ role }}\n",
+    turn_end="<end_of_turn>",
+    after_turn="\n",
+    generation_prompt="<start_of_turn>model\n",
+    image="<start_of_image>",
+    assistant_name="model",
+)
 _GEMMA3: Final = Family(
     processor="Gemma3Processor",
     image="Gemma3ImageProcessor",
     tokens="<pad> <eos> <bos> <start_of_turn> <end_of_turn>",
     named={"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
     **_GEMMA,
-    style=ChatStyle(
-        begin="{{ bos_token }}",
-        turn_begin="<start_of_turn>{{ role }}\n",
-        turn_end="<end_of_turn>",
-        after_turn="\n",
-        generation_prompt="<start_of_turn>model\n",
-        image="<start_of_image>",
-        assistant_name="model",
-    ),
+    style=_GEMMA3_STYLE,
 )
 _GEMMA4: Final = Family(
     processor="Gemma4Processor",
@@ -281,6 +286,81 @@ _NEMOTRON: Final = Family(
     bos="<s>",
     style=_chatml(image="<image>", video="<video>", audio="<so_embedding>"),
 )
+_QWEN2_5_OMNI: Final = replace(
+    _QWEN3_OMNI,
+    processor="Qwen2_5OmniProcessor",
+    image_options={},
+    video_options={},
+    named={**_QWEN3_OMNI.named, "audio_token": "<|AUDIO|>", "image_token": "<|IMAGE|>", "video_token": "<|VIDEO|>"},
+    style=_chatml(
+        image="<|vision_start|><|IMAGE|><|vision_end|>",
+        video="<|vision_start|><|VIDEO|><|vision_end|>",
+        audio="<|audio_start|><|AUDIO|><|audio_end|>",
+    ),
+)
+_GEMMA3N: Final = replace(
+    _GEMMA3,
+    processor="Gemma3nProcessor",
+    image="SiglipImageProcessor",
+    image_options={"size": {"height": 768, "width": 768}},
+    audio="Gemma3nAudioFeatureExtractor",
+    named=_GEMMA3.named
+    | {"boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>", "audio_token": "<audio_soft_token>"},
+    style=replace(_GEMMA3_STYLE, image="<image_soft_token>", audio="<audio_soft_token>"),
+)
+_PALIGEMMA: Final = Family(
+    processor="PaliGemmaProcessor",
+    image="SiglipImageProcessor",
+    image_options={"size": {"height": 224, "width": 224}},
+    image_attributes={"image_seq_length": 256},
+    tokens="<pad> <eos> <bos>",
+    named={"image_token": "<image>"},
+    **_GEMMA | {"add_bos": False},
+    style=None,
+)
+_LLAVA_NEXT: Final = Family(
+    processor="LlavaNextProcessor",
+    image="LlavaNextImageProcessor",
+    options={"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    tokens="<unk> <s> </s> <pad> <image>",
+    **_MISTRAL,
+    style=ChatStyle(
+        begin="<s>",
+        turn_begin="{% if role == 'user' %}[INST] {% else %} {% endif %}",
+        turn_end="{% if message['role'] == 'user' %} [/INST]{% else %}</s>{% endif %}",
+        image="<image>\n",
+    ),
+)
+_PIXTRAL: Final = Family(
+    processor="PixtralProcessor",
+    image="PixtralImageProcessor",
+    image_options={"patch_size": 14, "size": {"longest_edge": 1540}},
+    options={"patch_size": 14, "spatial_merge_size": 2},
+    tokens="<unk> <s> </s> <pad> [INST] [/INST] [IMG] [IMG_BREAK] [IMG_END]",
+    **_MISTRAL,
+    style=ChatStyle(
+        begin="<s>",
+        turn_begin="{% if role == 'user' %}[INST]{% endif %}",
+        turn_end="{% if message['role'] == 'user' %}[/INST]{% else %}</s>{% endif %}",
+        image="[IMG]",
+    ),
+)
+_LLAMA4: Final = Family(
+    processor="Llama4Processor",
+    image="Llama4ImageProcessor",
+    tokens="<|begin_of_text|> <|eot|> <|finetune_right_pad|> <|header_start|> <|header_end|> <|image|> <|image_start|> "
+    "<|image_end|> <|patch|> <|tile_x_separator|> <|tile_y_separator|>",
+    eos="<|eot|>",
+    pad="<|finetune_right_pad|>",
+    bos="<|begin_of_text|>",
+    style=ChatStyle(
+        begin="<|begin_of_text|>",
+        turn_begin="<|header_start|>{{ role }}<|header_end|>\n\n",
+        turn_end="<|eot|>",
+        generation_prompt="<|header_start|>assistant<|header_end|>\n\n",
+        image="<|image|>",
+    ),
+)
 
 FAMILY_PARTS: Final = {
     "gemma3": _GEMMA3,
@@ -299,4 +379,22 @@ FAMILY_PARTS: Final = {
     "smolvlm": _SMOLVLM,
     "step3p7": _STEP3P7,
 }
-"""Families by the names that transformers gives its folders."""
+"""Families by the names that transformers gives its folders: those whose tokens are counted by an exact rule."""
+
+MORE_PARTS: Final = {
+    "gemma3n": _GEMMA3N,
+    "idefics3": replace(
+        _SMOLVLM,
+        processor="Idefics3Processor",
+        image="Idefics3ImageProcessor",
+        video=None,
+        needs=None,
+        options={"image_seq_len": 169},
+    ),
+    "llama4": _LLAMA4,
+    "llava_next": _LLAVA_NEXT,
+    "paligemma": _PALIGEMMA,
+    "pixtral": _PIXTRAL,
+    "qwen2_5_omni": _QWEN2_5_OMNI,
+}
+"""Others that stream too."""

@@ -6,16 +6,19 @@ import importlib.util
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import ConfigError, MissingExtraError, nearest_name
-from vlm_stream.testing.families import FAMILY_PARTS
+from vlm_stream.testing.families import FAMILY_PARTS, MORE_PARTS
 from vlm_stream.testing.tokenizer import train_tokenizer, write_template
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FAMILIES", "build_processor", "transformers_class"]
+__all__ = ["FAMILIES", "MORE_FAMILIES", "build_processor", "transformers_class"]
 
 FAMILIES: Final = tuple(sorted(FAMILY_PARTS))
-"""Families that `build_processor` knows, named as transformers names its folders."""
+"""Families that `build_processor` knows and whose tokens are counted exactly, named as transformers' folders."""
+
+MORE_FAMILIES: Final = tuple(sorted(MORE_PARTS))
+"""Further families that `build_processor` knows."""
 
 
 def build_processor(
@@ -30,7 +33,7 @@ def build_processor(
     """Build a family's real processor without any download.
 
     Args:
-        family: A name of `FAMILIES`.
+        family: A name of `FAMILIES` or `MORE_FAMILIES`.
         generation_tags: Put the assistant's turns inside `{% generation %}`.
         chat_template: Use this Jinja text instead of the family's own.
         image: Options of the image processor, such as `{"size": {"shortest_edge": 3136, "longest_edge": 50176}}`.
@@ -41,7 +44,7 @@ def build_processor(
         A transformers processor; `save_pretrained` and `AutoProcessor.from_pretrained` work on it.
 
     Raises:
-        ConfigError: For a family that is not in `FAMILIES`.
+        ConfigError: For any other family.
         MissingExtraError: For a family whose class needs a package that is not installed.
 
     Example:
@@ -50,14 +53,17 @@ def build_processor(
         >>> processor.apply_chat_template(chat, tokenize=False).splitlines()[2]
         '<|im_start|>user'
     """
-    if family not in FAMILY_PARTS:
+    made = FAMILY_PARTS.get(family) or MORE_PARTS.get(family)
+    if made is None:
+        known = (*FAMILIES, *MORE_FAMILIES)
         raise ConfigError(
-            f"There is no processor family {family!r} here, so none can be built: {nearest_name(family, FAMILIES)}"
+            f"There is no processor family {family!r} here, so none can be built: {nearest_name(family, known)}"
         )
-    made = FAMILY_PARTS[family]
     if made.needs is not None and importlib.util.find_spec(made.needs[0]) is None:
         raise MissingExtraError(*made.needs, f"The processor of {family}")
     parts = {"image_processor": transformers_class(made.image)(**made.image_options | dict(image or {}))}
+    for name, value in made.image_attributes.items():
+        setattr(parts["image_processor"], name, value)
     if made.video is not None:
         parts["video_processor"] = transformers_class(made.video)(**made.video_options | dict(video or {}))
     if made.audio is not None:
@@ -70,7 +76,9 @@ def build_processor(
         add_bos=made.add_bos,
         named_tokens=made.named,
     )
-    template = chat_template or write_template(made.style, generation_tags=generation_tags)
+    template = chat_template
+    if template is None and made.style is not None:
+        template = write_template(made.style, generation_tags=generation_tags)
     return transformers_class(made.processor)(**parts, **made.options, chat_template=template)
 
 

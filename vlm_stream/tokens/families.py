@@ -169,11 +169,13 @@ def _read_glm46v(processor: Any, family: str) -> Geometry:
 
 def _read_kimi(processor: Any, family: str) -> Geometry:
     image, video = _image_part(processor), _video_part(processor)
-    temporal = int(video.read("temporal_patch_size"))
 
     def limits(part: _Part) -> dict[str, int]:
         return {"max_patches": int(part.read("max_patches")), "max_side_patches": part.read_size("max_height")}
 
+    if getattr(processor, "video_processor", None) is None:  # the published remote code
+        return Geometry(family=family, image=NavitImage(**_read_grid(image), **limits(image)))
+    temporal = int(video.read("temporal_patch_size"))
     return Geometry(
         family=family,
         image=NavitImage(**_read_grid(image), **limits(image)),
