@@ -45,7 +45,7 @@ def length_key(sources: Sequence[SourceOptions], options: StreamOptions, world_s
     values = [
         asdict(options.shape(world_size)),
         [options.epochs, options.stop, options.weigh_by, options.barrier, options.horizon, options.allow],
-        [[source.name, source.weight, source.has_weight] for source in sources],
+        [[source.name, source.weight, source.has_weight, *sorted(source.weights.items())] for source in sources],
     ]
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
 

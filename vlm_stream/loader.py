@@ -76,7 +76,8 @@ class StreamLoader:
     `StreamOptions` (what batches are) and `LoaderOptions` (who builds them, where they are delivered).
 
     Args:
-        sources: A path or URL, a list of them, or `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`.
+        sources: A path or URL, a list of them, or `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`;
+            `"weights": {entry: ...}` weighs the entries of the meta file that one dataset was made of.
         processor: A transformers processor, or the name or path of one. None: batches hold `RawSample`s, or what
             `collate_fn` makes of them.
         rank: Data-parallel rank. By default it is found when iteration starts: the device mesh's, torch.distributed's,

@@ -49,7 +49,8 @@ class VLMStream(IterableDataset[dict[str, Any]]):
     """Ready batches of one data-parallel rank.
 
     Args:
-        sources: A path or URL, a list of them, or `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`.
+        sources: A path or URL, a list of them, or `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`;
+            `"weights": {entry: ...}` weighs the entries of the meta file that one dataset was made of.
         processor: A transformers processor, or the name or path of one; None: batches hold `RawSample`s.
         rank: Data-parallel rank; by default found when iteration starts (see `StreamLoader`).
         world_size: Number of data-parallel ranks, likewise.

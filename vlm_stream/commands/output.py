@@ -8,14 +8,15 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from rich.console import Console
 
-__all__ = ["Progress", "human_bytes", "open_console", "print_json", "print_table"]
+__all__ = ["Progress", "human_bytes", "open_console", "print_columns", "print_json", "print_table"]
 
 _LINE_SECONDS: Final = 10.0
+_ANY_WIDTH: Final = 10_000
 
 
 def human_bytes(num_bytes: float) -> str:
@@ -48,6 +49,20 @@ def print_table(title: str, rows: Mapping[str, str]) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     open_console().print(table)
+
+
+def print_columns(names: Sequence[str], *rows: Sequence[str]) -> None:
+    """Print rows below the names of their columns; wider than the terminal rather than cut: names are copied."""
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    table = Table(*names)
+    for row in rows:
+        table.add_row(*row)
+    console = open_console()
+    wide = Measurement.get(console, console.options.update(width=_ANY_WIDTH), table).maximum
+    console.width = max(console.width, wide)
+    console.print(table)
 
 
 def print_json(data: Mapping[str, Any]) -> None:

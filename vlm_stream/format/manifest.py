@@ -69,6 +69,10 @@ class Totals:
     audios: int = 0
     audio_seconds: float = 0.0
 
+    def __add__(self, other: Totals) -> Totals:
+        """Add field by field."""
+        return Totals(**{name: getattr(self, name) + getattr(other, name) for name in _TOTALS})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
