@@ -276,7 +276,7 @@ def start_at(share: float) -> None:
     if share:
         done = int(share * 1e9)
         end = template(plan)
-        end["sources"][0]["position"], end["draw"], end["window"], end["planned"] = (
+        end["sources"][0][3], end["draw"], end["window"], end["planned"] = (
             done,
             done,
             done // 4096,
