@@ -98,7 +98,7 @@ def join_media(parts: Sequence[ShardMedia]) -> MediaColumns:
     """Return the samples of some shards, one shard after the other."""
 
     def join(arrays: Iterable[Numbers], dtype: type = np.int64) -> Numbers:
-        return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+        return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype)
 
     def splits(kind: str) -> Ints:
         counts = join(np.diff(getattr(part, kind)[0]) for part in parts)
