@@ -43,7 +43,8 @@ from vlm_stream.plan.pack import packs_lower_bound
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vlm_stream.plan import Ref
+    from vlm_stream.plan import PlannedSample
+
 
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, vision tokens, sum of squared patches
 CAPACITY = 8192
@@ -149,8 +150,9 @@ def planner(name: str, shards: int, size: int, *, sources: int = 1, **config: An
     return Planner(specs, Reader(SETS[name], size, min(shards, 50)), PlanConfig(**config))
 
 
-def count_requests(refs: Sequence[Ref]) -> tuple[int, int]:
+def count_requests(samples: Sequence[PlannedSample]) -> tuple[int, int]:
     """Count requests by the readers' rule, for samples of 100 KB each in shards in an S3 bucket."""
+    refs = [sample.ref for sample in samples]
     from vlm_stream.storage.coalesce import plan_requests
 
     from vlm_stream.storage import ReadOptions, Span
@@ -274,7 +276,7 @@ def start_at(share: float) -> None:
     if share:
         done = int(share * 1e9)
         end = template(plan)
-        end["sources"][0]["position"], end["draw"], end["window"], end["planned"] = (
+        end["sources"][0][3], end["draw"], end["window"], end["planned"] = (
             done,
             done,
             done // 4096,

@@ -171,7 +171,7 @@ def measure_memory(folder: Path) -> dict[str, Any]:
         fresh = fresh or min(resident(pid) for pid in dispatcher.pids())
         peak = max(peak, resident())
         state = last.state() or {}
-        if state["delivered"]["samples"] > 6_000_000:
+        if state["delivered"][2] > 6_000_000:
             break
     builders = [resident(pid) for pid in dispatcher.pids()]
     seconds = time.perf_counter() - begin
@@ -199,7 +199,7 @@ def measure_state(folder: Path) -> dict[str, Any]:
     blueprints = plan.blueprints(World(0, WORLD))
     first = next(blueprints)
     seconds = time.perf_counter() - begin
-    sizes = [len(RunState(cursor=each.state()).to_dict()["vlm_stream"]) for each in (first, *islice(blueprints, 300))]
+    sizes = [len(RunState(plan=each.state()).to_dict()["vlm_stream"]) for each in (first, *islice(blueprints, 300))]
     return {
         "first step s": round(seconds, 2),
         "state bytes, first and largest": [sizes[0], max(sizes)],

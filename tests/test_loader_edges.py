@@ -327,3 +327,11 @@ def test_the_number_of_workers_may_change_while_running(toy_shards, processor):
     assert loader.metrics()["worker_restarts"] == 0
     with pytest.raises(ConfigError, match="num_workers is -1"):
         loader.set_workers(-1)
+
+
+def test_workers_that_are_replaced_for_their_memory_are_counted(toy_shards):
+    options = {"processor": None, "mode": "plain", "batch_size": 20}
+    loader = StreamLoader(toy_shards, num_workers=1, worker_memory=1 << 20, **options)
+    assert sum(len(batch["samples"]) for batch in loader) == 60
+    assert loader.metrics()["workers_recycled"] >= 1
+    assert loader.metrics()["worker_restarts"] == 0

@@ -40,8 +40,8 @@ class Owner(Protocol):
         """Go on to the next round."""
         ...
 
-    def _stopped(self, num_restarts: int) -> None:
-        """Note that the builders have ended, and how many were replaced."""
+    def _stopped(self, num_restarts: int, num_recycled: int) -> None:
+        """Note that the builders have ended, how many failed and were replaced, and how many for their memory."""
         ...
 
 
@@ -200,4 +200,5 @@ class Iteration:
 def _end(making: _Making, owner: Owner) -> None:
     """End the builders, also those of an iteration that was dropped, and tell the owner."""
     making.close()
-    owner._stopped(0 if making.dispatcher is None else making.dispatcher.num_restarts)
+    builders = making.dispatcher
+    owner._stopped(*((0, 0) if builders is None else (builders.num_restarts, builders.num_recycled)))

@@ -45,7 +45,7 @@ def length_key(sources: Sequence[SourceOptions], options: StreamOptions, world_s
     values = [
         asdict(options.shape(world_size)),
         [options.epochs, options.stop, options.weigh_by, options.barrier, options.horizon, options.allow],
-        [[source.name, source.weight, source.has_weight] for source in sources],
+        [[source.name, source.weight, source.has_weight, *sorted(source.weights.items())] for source in sources],
     ]
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
 
@@ -59,11 +59,11 @@ def count_rounds(plan: Plan, world_size: int, state: RunState) -> Iterator[Count
         state: Where the round stands.
     """
     options = plan.build.options
-    shape, cursor, planner = options.shape(world_size), state.cursor, plan.planner
+    shape, place, planner = options.shape(world_size), state.plan, plan.planner
     while True:
-        count = planner.count(shape, cursor)
+        count = planner.count(shape, place)
         yield count
-        cursor = count.end
+        place = count.end
         planner = planner.with_config(
             replace(planner.config, epochs=(planner.config.epochs or 0) + (options.epochs or 0))
         )

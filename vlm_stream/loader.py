@@ -76,7 +76,8 @@ class StreamLoader:
     `StreamOptions` (what batches are) and `LoaderOptions` (who builds them, where they are delivered).
 
     Args:
-        sources: A path or URL, a list of them, or `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`.
+        sources: A path or URL, a list of them, or `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`;
+            `"weights": {entry: ...}` weighs the entries of the meta file that one dataset was made of.
         processor: A transformers processor, or the name or path of one. None: batches hold `RawSample`s, or what
             `collate_fn` makes of them.
         rank: Data-parallel rank. By default it is found when iteration starts: the device mesh's, torch.distributed's,
@@ -117,7 +118,7 @@ class StreamLoader:
         """Where it stood before each of the latest batches."""
         self._length: tuple[str, int] | None = None
         self._running: weakref.ref[Iteration] | None = None
-        self._num_restarts = 0
+        self._num_restarts = self._num_recycled = 0
         """Of the workers of iterations that have ended."""
 
     @classmethod
@@ -279,7 +280,7 @@ class StreamLoader:
         self.close()
         if not self.options.train:
             return
-        self._place = _Place(partial(_same, state.cursor), state.rounds, state.batches)
+        self._place = _Place(partial(_same, state.plan), state.rounds, state.batches)
         self._places.clear()
         self._length = state.length
 
@@ -300,6 +301,7 @@ class StreamLoader:
         return self._meter.numbers(pack_size=self.options.pack_size) | {
             "ready_batches": running.num_ready() if running is not None else 0,
             "worker_restarts": self._num_restarts + (running.num_restarts if running is not None else 0),
+            "workers_recycled": self._num_recycled + (running.num_recycled if running is not None else 0),
             "resident_megabytes": resident_bytes([os.getpid(), *self.worker_pids()]) / 1e6,
         }
 
@@ -319,7 +321,7 @@ class StreamLoader:
 
     def _state(self, place: _Place) -> RunState:
         length = self._length if place.rounds == self._place.rounds else None
-        return RunState(cursor=place.plan_state(), rounds=place.rounds, batches=place.batches, length=length)
+        return RunState(plan=place.plan_state(), rounds=place.rounds, batches=place.batches, length=length)
 
     def _handed_out(self, planned: Planned, delivery: Delivery, waited_s: float) -> None:
         """Note what a batch brought, and move after it."""
@@ -337,7 +339,8 @@ class StreamLoader:
             self._place = self._place._replace(rounds=self._place.rounds + 1, batches=0)
             self._length = None
 
-    def _stopped(self, num_restarts: int) -> None:
+    def _stopped(self, num_restarts: int, num_recycled: int) -> None:
         """Write the state down, which keeps nothing of the iteration alive."""
         self._num_restarts += num_restarts
+        self._num_recycled += num_recycled
         self._place = self._place.written()

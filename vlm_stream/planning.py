@@ -18,7 +18,7 @@ import numpy as np
 from vlm_stream.blueprint import BatchName, Blueprint, Piece, Planned, Work
 from vlm_stream.build import BuildConfig, choose_family
 from vlm_stream.encode import inject_fake_image
-from vlm_stream.errors import ConfigError, DatasetError
+from vlm_stream.errors import ConfigError, DatasetError, nearest_name
 from vlm_stream.format import IndexCache, OpenDataset
 from vlm_stream.keys import FAKE_IMAGE_SIZE
 from vlm_stream.ledger import BadSample
@@ -59,14 +59,22 @@ class Datasets:
         cache = IndexCache(_INDEX_BYTES)
         self.lock = threading.Lock()
         """One thread at a time reads indexes: that of a running plan, or one that counts batches."""
-        self.sources = tuple(sources)
-        self.opened = [OpenDataset(source.url, options.store, cache) for source in sources]
-        for source, dataset in zip(self.sources, self.opened, strict=True):
-            if not dataset.manifest.totals.samples:
+        self.sources: list[SourceOptions] = []
+        """Those of the plan: one for each entry of a dataset whose entries have weights."""
+        self.opened: list[OpenDataset] = []
+        for source in sources:
+            dataset = OpenDataset(source.url, options.store, cache)
+            if not sum(dataset.samples_per_shard):
                 raise DatasetError(
                     f"the dataset at {source.url} has no samples, so there is nothing to stream; "
                     f"look at the ledger of its conversion, or leave the source out"
                 )
+            if not source.weights:
+                self.sources.append(source)
+                self.opened.append(dataset)
+            for entry in _drawn_entries(source, dataset):
+                self.sources.append(source.of_entry(entry))
+                self.opened.append(dataset.view(entry))
 
     def geometry(self) -> Geometry:
         """Return the geometry that the datasets were counted with."""
@@ -84,16 +92,18 @@ class Datasets:
 
     def check_counted_for(self, text: str) -> None:
         """Warn where an index was counted for another processor, or not counted at all: plans are then estimates."""
-        for source, dataset in zip(self.sources, self.opened, strict=True):
-            counted = dataset.manifest.tokens
+        counts = {
+            source.url: dataset.manifest.tokens for source, dataset in zip(self.sources, self.opened, strict=True)
+        }
+        for url, counted in counts.items():
             if counted.kind == "exact" and counted.template_sha256 == text:
                 continue
             logger.warning(
                 "the text tokens of %s were counted %s, so packs may come out too long or too short; "
                 "count them for this processor with: vlm-stream recount --processor ... %s",
-                source.url,
+                url,
                 f"for {counted.processor_class}" if counted.kind == "exact" else "by a guess",
-                source.url,
+                url,
             )
 
     def check_text_only(self, tokenizer: Any) -> None:
@@ -120,6 +130,27 @@ class Datasets:
                 drawn = self.opened[number].draw_many([ref.shard for ref in own], [ref.row for ref in own])
             found.update(zip(own, drawn, strict=True))
         return [found[ref] for ref in refs]
+
+
+def _drawn_entries(source: SourceOptions, dataset: OpenDataset) -> list[str]:
+    """Return the entries of a dataset that have a weight above 0; none where none are weighed."""
+    if not source.weights:
+        return []
+    known = dataset.manifest.shards.entries
+    for entry in source.weights:
+        if entry not in known:
+            raise ConfigError(f"the dataset at {source.url} has no entry '{entry}'; {nearest_name(entry, list(known))}")
+    if unnamed := [entry for entry in known if entry not in source.weights]:
+        raise ConfigError(
+            f"the weights of {source.url} do not name {', '.join(map(repr, unnamed))}, so it is not known how often to "
+            f"draw from {'it' if len(unnamed) == 1 else 'them'}; name all entries, with the weight 0 to leave one out"
+        )
+    if left_out := [entry for entry in source.weights if not source.weights[entry]]:
+        num_samples = sum(sum(known[entry]) for entry in left_out)
+        logger.warning(
+            "%s of %s have the weight 0: their %d samples are left out", ", ".join(left_out), source.url, num_samples
+        )
+    return [entry for entry in known if source.weights[entry]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +183,8 @@ class _Counter:
         return [
             SourceSpec(
                 name=source.name,
-                samples_per_shard=tuple(dataset.manifest.shards.column("samples")),
-                digest=dataset.manifest.digest,
+                samples_per_shard=tuple(dataset.samples_per_shard),
+                digest=dataset.digest,
                 weight=source.weight,
                 sample_ratio=source.sample_ratio,
                 tokens_per_sample=self._mean_tokens(number) if weigh_by == "tokens" else 1.0,
@@ -163,7 +194,7 @@ class _Counter:
 
     def _mean_tokens(self, source: int) -> float:
         """Return the mean of the largest shard: to read every index would take as long as an epoch of planning."""
-        sizes = self.datasets.opened[source].manifest.shards.column("samples")
+        sizes = self.datasets.opened[source].samples_per_shard
         return max(float(self(source, [sizes.index(max(sizes))]).tokens.mean()), 1.0)
 
 
@@ -191,7 +222,7 @@ class Plan:
         if step is None and state is None:
             limits = {name: getattr(options, name) for name in ("pack_size", "max_length", "token_budget")}
             raise DatasetError(
-                f"not one of the samples in {', '.join(source.url for source in self.datasets.sources)} fits the "
+                f"not one of the samples in {', '.join({each.url: None for each in self.datasets.sources})} fits the "
                 f"limits ({', '.join(f'{name}={value}' for name, value in limits.items() if value is not None)}), so "
                 f"there is nothing to deliver; raise them, or look at the lengths with: vlm-stream stats"
             )
@@ -289,7 +320,7 @@ def open_plan(
     config = options.plan(
         f"{geometry.digest()}+{fake_tokens}",
         text=text,
-        weights_given=any(source.has_weight for source in sources),
+        weights_given=any(source.has_weight for source in datasets.sources),
     )
     named = tuple(
         (source.name, dataset.manifest.fields)

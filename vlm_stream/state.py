@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from vlm_stream.errors import StateError
@@ -19,7 +19,7 @@ from vlm_stream.plan import read_state
 __all__ = ["STATE_KEY", "RunState", "find_states"]
 
 STATE_KEY: Final = "vlm_stream"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _PREFIX: Final = '{"checksum":"'
 _MAX_CHARACTERS: Final = 1 << 25
 _MAX_COUNT: Final = 1 << 40
@@ -29,8 +29,8 @@ _MAX_COUNT: Final = 1 << 40
 class RunState:
     """Where a run stands."""
 
-    cursor: dict[str, Any] | None = None
-    """Behind the last batch; None: at the start."""
+    plan: dict[str, Any] | None = None
+    """State of the plan behind the last batch; None: at the start."""
     rounds: int = 0
     """Iterations that have come to their end."""
     batches: int = 0
@@ -38,13 +38,14 @@ class RunState:
     length: tuple[str, int] | None = None
     """How many the present one has in all, behind what that count depends on; None: not counted yet."""
     skip: int | None = None
-    """Micro-batches behind the cursor that belong to other workers: of a stream that is one of several workers."""
+    """Micro-batches behind that place that belong to other workers: of a stream that is one of several workers."""
     terms: str | None = None
     """What these micro-batches depend on, ranks among it (`length_key`): workers agree only while it is the same."""
 
     def to_dict(self) -> dict[str, str]:
-        """Return the state as a checkpoint keeps it."""
-        body = json.dumps({"version": _VERSION, **asdict(self)}, separators=(",", ":"), allow_nan=False)
+        """Return the state as a checkpoint keeps it; values that are those of a new run are left out."""
+        told = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+        body = json.dumps({"version": _VERSION, **told}, separators=(",", ":"), allow_nan=False)
         return {STATE_KEY: f'{_PREFIX}{_checksum(body)}","state":{body}}}'}
 
     @classmethod
@@ -60,8 +61,8 @@ class RunState:
                 f"go on from; pass what state_dict() returned, unwrapped from your checkpoint"
             )
         found = cls(**_body(state[STATE_KEY]))
-        if found.cursor is not None:
-            read_state(found.cursor)
+        if found.plan is not None:
+            read_state(found.plan)
         return found
 
 
@@ -104,18 +105,25 @@ def _body(text: Any) -> dict[str, Any]:
             f"the state has version {version!r:.40}, and this release reads version {_VERSION}; resume with the "
             f"release that wrote it, or start without a state"
         )
-    if set(values) != {field.name for field in fields(RunState)}:
+    usual = {each.name: each.default for each in fields(RunState)}
+    if not set(values) <= set(usual):
         raise _damaged("other values than a state has")
-    length = values["length"]
-    is_counted = isinstance(length, list) and len(length) == 2 and isinstance(length[0], str) and _is_count(length[1])
-    counts = [values["rounds"], values["batches"], values["skip"] if values["skip"] is not None else 0]
-    terms = values["terms"]
-    is_text = terms is None or isinstance(terms, str)
-    if not (length is None or is_counted) or not is_text or not all(map(_is_count, counts)):
-        raise _damaged(f"rounds, batches, skip, length and terms are {[*counts, length, terms]!r:.80}")
-    if values["cursor"] is not None and not isinstance(values["cursor"], dict):
-        raise _damaged(f"its cursor is a {type(values['cursor']).__name__}")
-    read: dict[str, Any] = values | {"length": tuple(length) if length else None}
+    read: dict[str, Any] = usual | values
+    length, skip = read["length"], read["skip"]
+    if isinstance(length, list):
+        read["length"] = length = tuple(length)
+    is_sound = {
+        "plan": read["plan"] is None or isinstance(read["plan"], dict),
+        "rounds": _is_count(read["rounds"]),
+        "batches": _is_count(read["batches"]),
+        "length": length is None
+        or (isinstance(length, tuple) and len(length) == 2 and isinstance(length[0], str) and _is_count(length[1])),
+        "skip": skip is None or _is_count(skip),
+        "terms": read["terms"] is None or isinstance(read["terms"], str),
+    }
+    for name, sound in is_sound.items():
+        if not sound:
+            raise _damaged(f"its {name} is {read[name]!r:.80}")
     return read
 
 

@@ -49,7 +49,8 @@ class VLMStream(IterableDataset[dict[str, Any]]):
     """Ready batches of one data-parallel rank.
 
     Args:
-        sources: A path or URL, a list of them, or `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`.
+        sources: A path or URL, a list of them, or `{name: {"url": ..., "weight": ..., "sample_ratio": ...}}`;
+            `"weights": {entry: ...}` weighs the entries of the meta file that one dataset was made of.
         processor: A transformers processor, or the name or path of one; None: batches hold `RawSample`s.
         rank: Data-parallel rank; by default found when iteration starts (see `StreamLoader`).
         world_size: Number of data-parallel ranks, likewise.
@@ -165,7 +166,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         first = first if saved.skip is None else saved.skip
         unknown_labels = UnknownLabels()
         try:
-            for planned, delivery in self.deliveries(saved.cursor, first, num_workers, world=world):
+            for planned, delivery in self.deliveries(saved.plan, first, num_workers, world=world):
                 if worker is None:
                     check_world(world)
                 if self.options.train and world.rank == 0 and (worker is None or worker.id == 0):
@@ -180,7 +181,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         if self._newest is None:
             return self._state
         planned, skip, terms = self._newest
-        return RunState(cursor=planned.state(), skip=skip, terms=terms)
+        return RunState(plan=planned.state(), skip=skip, terms=terms)
 
     def state_dict(self) -> dict[str, str]:
         """Return the state after the last batch that this worker yielded."""
@@ -189,7 +190,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: in the same number of workers, of which each loads its own state."""
         found = RunState.from_dict(state)
-        if found.rounds or (found.cursor is not None and found.skip is None):
+        if found.rounds or (found.plan is not None and found.skip is None):
             raise StateError(
                 "this is the state of a StreamLoader, which counts batches over all workers, so a VLMStream cannot "
                 "tell which of them are its own; load it into a StreamLoader"

@@ -121,8 +121,8 @@ def save_as_transformers_does(state, folder):
 )
 def test_where_goes_on_from_whatever_a_state_was_saved_in(capsys, toy_shards, second_round, save, tmp_path):
     state, following = second_round
-    cursor = json.loads(state["vlm_stream"])["state"]["cursor"]
-    arguments = ["--pack-size", 1024, "--state", save(state, tmp_path), "--step", cursor["step"], "--json"]
+    step = json.loads(state["vlm_stream"])["state"]["plan"]["delivered"][0]
+    arguments = ["--pack-size", 1024, "--state", save(state, tmp_path), "--step", step, "--json"]
     code, out, _ = call(capsys, "where", toy_shards, *arguments)
     assert code == 0
     assert [(line["shard"], line["key"]) for line in json.loads(out)["samples"]] == following

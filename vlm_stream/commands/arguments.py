@@ -144,7 +144,7 @@ def add_state_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def read_saved_state(path: str | None, options: StreamOptions) -> tuple[dict[str, Any] | None, int]:
-    """Return the cursor in a checkpoint, and how many epochs came before its round; without a path, the start."""
+    """Return a checkpoint's state of the plan, and how many epochs came before its round; without a path, the start."""
     from vlm_stream.state import RunState, find_states
 
     if path is None:
@@ -156,13 +156,13 @@ def read_saved_state(path: str | None, options: StreamOptions) -> tuple[dict[str
         raise ConfigError(f"the state {path} cannot be read ({error.strerror or error}); check the path") from error
     texts = {json.dumps(state): state for state in find_states(checkpoint)}
     states = [RunState.from_dict(state) for state in texts.values()]
-    used = [state for state in states if state.cursor is not None]
+    used = [state for state in states if state.plan is not None]
     if not states:
         raise ConfigError(f"{path} holds no state of a loader, so there is no place to start from; {_WAY_OUT}")
     if len(used) > 1:
         raise ConfigError(f"{path} holds the states of {len(used)} loaders, and it is not known which; {_WAY_OUT}")
     state = used[0] if used else states[0]
-    return state.cursor, state.rounds * (options.epochs or 0)
+    return state.plan, state.rounds * (options.epochs or 0)
 
 
 def _read_file(path: Path) -> Any:

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
     from rich.table import Table
@@ -62,6 +62,16 @@ def print_whole(table: Table) -> None:
     widest = Measurement.get(console, console.options.update(width=_ANY_WIDTH), table).maximum
     console.width = max(console.width, widest)
     console.print(table)
+
+
+def print_columns(names: Sequence[str], *rows: Sequence[str]) -> None:
+    """Print rows below the names of their columns."""
+    from rich.table import Table
+
+    table = Table(*names)
+    for row in rows:
+        table.add_row(*row)
+    print_whole(table)
 
 
 def print_json(data: Mapping[str, Any]) -> None:

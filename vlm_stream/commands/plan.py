@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.commands import arguments, output
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from vlm_stream.plan import PlanReport, Ref
+    from vlm_stream.format import Drawn
+    from vlm_stream.plan import PlannedSample, PlanReport
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -40,11 +42,49 @@ def run(args: argparse.Namespace) -> int:
     columns = _columns(args.sweep)
     reports = {title: _report(given | changes, args) for title, changes in columns.items()}
     if args.json:
-        plain = {title: report.to_dict() for title, report in reports.items()}
+        plain = {
+            title: report.to_dict() | {"entries": entries.to_dict()} for title, (report, entries) in reports.items()
+        }
         output.print_json(plain if args.sweep else next(iter(plain.values())))
     else:
-        _print(reports)
+        _print({title: _rows(report) | entries.rows() for title, (report, entries) in reports.items()})
     return 0
+
+
+class _Entries:
+    """Adds up what is drawn from each entry of each source, over the samples whose requests are counted."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], Counter[str]] = {}
+
+    def add(self, source: str, drawn: Drawn, tokens: int) -> None:
+        sums = self._sums.setdefault((source, drawn.entry), Counter())
+        sizes = drawn.sizes
+        media = {"images": len(sizes.images), "videos": len(sizes.videos), "audios": len(sizes.audios)}
+        sums.update(samples=1, tokens=tokens, **media)
+
+    def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Return sums and shares by source and entry."""
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for (source, entry), sums in sorted(self._sums.items()):
+            shares = {f"{name}_share": sums[name] / max(self._total(name), 1) for name in ("samples", "tokens")}
+            found.setdefault(source, {})[entry] = {**sums, **shares}
+        return found
+
+    def _total(self, name: str) -> int:
+        return sum(sums[name] for sums in self._sums.values())
+
+    def rows(self) -> dict[str, str]:
+        """Return a line of the table for each entry; sources are named where there are several."""
+        several = len({source for source, _ in self._sums}) > 1
+        return {
+            f"from {f'{source}, ' if several and not source.endswith(f':{entry}') else ''}{entry}": (
+                f"{sums['samples'] / self._total('samples'):.1%} of samples, "
+                f"{sums['tokens'] / max(self._total('tokens'), 1):.1%} of tokens, "
+                f"{sums['images']:,} images, {sums['videos']:,} videos, {sums['audios']:,} audios"
+            )
+            for (source, entry), sums in sorted(self._sums.items())
+        }
 
 
 def _columns(sweeps: list[str]) -> dict[str, dict[str, Any]]:
@@ -64,7 +104,7 @@ def _columns(sweeps: list[str]) -> dict[str, dict[str, Any]]:
     return columns
 
 
-def _report(given: dict[str, Any], args: argparse.Namespace) -> PlanReport:
+def _report(given: dict[str, Any], args: argparse.Namespace) -> tuple[PlanReport, _Entries]:
     from vlm_stream.plan import plan_report
     from vlm_stream.planning import open_plan
     from vlm_stream.processors import open_processor
@@ -75,22 +115,25 @@ def _report(given: dict[str, Any], args: argparse.Namespace) -> PlanReport:
     if args.max_steps is None and options.epochs is None:
         raise ConfigError("the plan has no end (epochs is null), so it cannot be added up; give --max-steps")
 
-    def count_requests(refs: Sequence[Ref]) -> tuple[int, int]:
-        requests = plan_requests([drawn.span for drawn in plan.datasets.draw(refs)], options.read())
+    entries = _Entries()
+
+    def count_requests(samples: Sequence[PlannedSample]) -> tuple[int, int]:
+        found = plan.datasets.draw([sample.ref for sample in samples])
+        for sample, drawn in zip(samples, found, strict=True):
+            entries.add(plan.datasets.sources[sample.ref.source].name, drawn, sample.tokens)
+        requests = plan_requests([drawn.span for drawn in found], options.read())
         return len(requests), sum(request.size for request in requests)
 
     shape = options.shape(args.world or 1)
-    return plan_report(plan.planner, shape, max_steps=args.max_steps, count_requests=count_requests)
+    report = plan_report(plan.planner, shape, max_steps=args.max_steps, count_requests=count_requests)
+    return report, entries
 
 
-def _print(reports: dict[str, PlanReport]) -> None:
-    from rich.table import Table
-
-    table = Table("", *reports)
-    rows = {title: _rows(report) for title, report in reports.items()}
-    for name in next(iter(rows.values())):
-        table.add_row(name, *(row[name] for row in rows.values()))
-    output.print_whole(table)
+def _print(columns: dict[str, dict[str, str]]) -> None:
+    names = dict.fromkeys(name for rows in columns.values() for name in rows)
+    output.print_columns(
+        ["", *columns], *([name, *(rows.get(name, "") for rows in columns.values())] for name in names)
+    )
 
 
 def _rows(report: PlanReport) -> dict[str, str]:

@@ -39,8 +39,9 @@ body { margin: 2rem auto; max-width: 88rem; padding: 0 1rem; background: var(--p
        font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 0 0 .2rem; }
 p { color: var(--soft); margin: 0 0 .6rem; font-size: .9rem; }
-table { border-collapse: collapse; } td { padding: .2rem 1rem .2rem 0; border-bottom: 1px solid var(--line); }
-td + td { text-align: right; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; margin-bottom: 1.5rem; }
+td, th { padding: .2rem 1rem .2rem 0; border-bottom: 1px solid var(--line); text-align: left; }
+td + td, th + th { text-align: right; font-variant-numeric: tabular-nums; }
 main { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 34rem), 1fr)); gap: 2rem;
        margin-top: 2rem; }
 svg { width: 100%; height: auto; } rect { fill: var(--bar); } text { fill: var(--soft); font-size: 11px; }
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         output.print_json(stats.to_dict())
         return 0
     output.print_table(stats.url, overview(stats))
+    output.print_columns(*entry_rows(stats))
     console = output.open_console()
     for histogram in stats.histograms:
         console.print(_bars(histogram), markup=False)
@@ -100,6 +102,20 @@ def overview(stats: DatasetStats) -> dict[str, str]:
         "audios": f"{totals.audios:,} ({totals.audio_seconds:,.1f} s)",
     }
     return rows | {f"dropped, {reason}": f"{count:,}" for reason, count in stats.dropped.items()}
+
+
+def entry_rows(stats: DatasetStats) -> list[list[str]]:
+    """Return a row for each entry of the meta file, behind the names of the columns."""
+    whole, has_length = stats.totals, any(entry.length is not None for entry in stats.entries.values())
+    names = ["entry", "samples", "text tokens", "tokens with media", "images", "videos", "audios", "bytes"]
+    rows = [names]
+    for name, entry in stats.entries.items():
+        own = entry.totals
+        samples = f"{own.samples:,} ({own.samples / whole.samples:.1%})"
+        tokens = f"{own.text_tokens:,} ({own.text_tokens / max(whole.text_tokens, 1):.1%})"
+        media = [f"{count:,}" for count in (own.images, own.videos, own.audios)]
+        rows.append([name, samples, tokens, f"{entry.length or 0:,}", *media, output.human_bytes(own.bytes)])
+    return rows if has_length else [row[:3] + row[4:] for row in rows]
 
 
 def bin_label(histogram: Histogram, number: int) -> str:
@@ -134,13 +150,17 @@ def _bar(count: int, most: int) -> str:
 def render_page(stats: DatasetStats) -> str:
     """Return the page as HTML."""
     rows = "".join(f"<tr><td>{escape(k)}</td><td>{escape(v)}</td></tr>" for k, v in overview(stats).items())
+    names, *entries = entry_rows(stats)
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in entries)
     plots = "".join(_section(histogram) for histogram in stats.histograms)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(stats.url)}</title><style>{_STYLE}</style></head><body>"
         f"<h1>{escape(stats.url)}</h1><p>digest {escape(stats.digest[:16])}</p>"
-        f"<table>{rows}</table><main>{plots}</main></body></html>\n"
+        f"<table>{rows}</table><h2>Entries</h2><table><tr>{head}</tr>{body}</table>"
+        f"<main>{plots}</main></body></html>\n"
     )
 
 

@@ -96,14 +96,10 @@ def _line(sample: PlannedSample, drawn: Drawn, plan: Plan) -> dict[str, Any]:
 
 
 def _print(lines: list[dict[str, Any]], num_lost: int) -> None:
-    from rich.table import Table
-
     if lines:
         names = [name for name in lines[0] if name != "offset"]
-        table = Table(*(name.replace("_", " ") for name in names))
-        for line in lines:
-            table.add_row(*("" if line[name] is None else str(line[name]) for name in names))
-        output.print_whole(table)
+        rows = [["" if line[name] is None else str(line[name]) for name in names] for line in lines]
+        output.print_columns([name.replace("_", " ") for name in names], *rows)
     if num_lost or not lines:
-        text = f"{num_lost} of that name: not delivered any more" if lines else "not delivered any more"
-        output.open_console().print(text)
+        lost = f"{num_lost} of that name: not delivered any more" if lines else "not delivered any more"
+        output.open_console().print(lost)

@@ -49,6 +49,21 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EntryStats:
+    """What came from one entry of the meta file, or from one file."""
+
+    totals: Totals
+    """Its bytes are those of samples alone."""
+    length: int | None
+    """Tokens with media, for the processor that was named."""
+
+    def __add__(self, other: EntryStats) -> EntryStats:
+        """Add up."""
+        length = None if self.length is None or other.length is None else self.length + other.length
+        return EntryStats(totals=self.totals + other.totals, length=length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetStats:
     """A dataset in numbers."""
 
@@ -58,6 +73,7 @@ class DatasetStats:
     totals: Totals
     tokens: TokenCounting
     dropped: dict[str, int]
+    entries: dict[str, EntryStats]
     histograms: tuple[Histogram, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,9 +136,15 @@ def dataset_stats(
     dataset = OpenDataset(url, store, IndexCache(0))
     manifest = dataset.manifest
     columns: dict[tuple[str, str], list[npt.NDArray[Any]]] = {}
+    entries: dict[str, EntryStats] = {}
     for index in dataset.indexes():
-        for quantity, values in _quantities(index.media, index.size, count_tokens).items():
+        lengths = None if count_tokens is None else count_tokens(index.media)
+        for quantity, values in _quantities(index.media, index.size, lengths).items():
             columns.setdefault(quantity, []).append(values)
+        for name, totals in index.entries().items():
+            length = None if lengths is None else int(lengths[index.is_of(name)].sum())
+            found = EntryStats(totals=totals, length=length)
+            entries[name] = entries[name] + found if name in entries else found
     histograms = (histogram_of(*quantity, np.concatenate(parts)) for quantity, parts in columns.items())
     return DatasetStats(
         url=dataset.root,
@@ -131,6 +153,7 @@ def dataset_stats(
         totals=manifest.totals,
         tokens=manifest.tokens,
         dropped=manifest.dropped,
+        entries=dict(sorted(entries.items())),
         histograms=tuple(histogram for histogram in histograms if histogram is not None),
     )
 
@@ -138,12 +161,12 @@ def dataset_stats(
 def _quantities(
     media: MediaColumns,
     size: npt.NDArray[np.int64],
-    count_tokens: Callable[[MediaColumns], npt.NDArray[np.int64]] | None,
+    lengths: npt.NDArray[np.int64] | None,
 ) -> dict[tuple[str, str], npt.NDArray[Any]]:
     """Return the values of some shards by (name, unit)."""
     found: dict[tuple[str, str], npt.NDArray[Any]] = {}
-    if count_tokens is not None:
-        found["sample length", "tokens"] = count_tokens(media)
+    if lengths is not None:
+        found["sample length", "tokens"] = lengths
     found["text per sample", "tokens"] = media.text_tokens
     found["sample size", "bytes"] = size
     found["images per sample", "images"] = np.diff(media.image_splits)

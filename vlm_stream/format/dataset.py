@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from vlm_stream.errors import ConfigError, DatasetError, nearest_name
+from vlm_stream.errors import DatasetError
 from vlm_stream.format.index import ShardIndex, check_index, fetch_index, open_index
 from vlm_stream.format.manifest import load_manifest
 from vlm_stream.format.media import ShardMedia, decode_media, join_media, media_kinds
@@ -117,15 +117,8 @@ class OpenDataset:
         """Changes when any tar or index does."""
 
     def view(self, entry: str) -> OpenDataset:
-        """Return the dataset as if it had the samples of one entry alone; indexes are kept once for all views.
-
-        Raises:
-            ConfigError: No sample came from such an entry.
-        """
-        counts = self.manifest.shards.entries.get(entry)
-        if counts is None:
-            known = list(self.manifest.shards.entries)
-            raise ConfigError(f"the dataset at {self.root} has no entry '{entry}'; {nearest_name(entry, known)}")
+        """Return the dataset as if it had the samples of one entry alone; indexes are kept once for all views."""
+        counts = self.manifest.shards.entries[entry]
         view = copy(self)
         view._entry = entry
         view._numbers = [number for number, count in enumerate(counts) if count]
@@ -152,7 +145,7 @@ class OpenDataset:
         else:
             where = check_index(index, self.store, listed)
             media = decode_media(index, where, media_kinds(listed.totals), self._entry)
-        self._check_count(shard, len(media), where)
+        self._check_count(shard, media.num_samples, where)
         return media
 
     def _check_count(self, shard: int, found: int, where: str) -> None:

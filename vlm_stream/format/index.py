@@ -110,7 +110,8 @@ class ShardIndex:
 
     def entry_of(self, row: int) -> str:
         """Return the name of the meta file's entry, or of the file, that one sample came from."""
-        return self.entry_names[self.entry.item(row)]
+        number: int = self.entry.item(row)
+        return self.entry_names[number]
 
     def is_of(self, entry: str) -> npt.NDArray[np.bool_]:
         """Tell [n] which samples came from an entry."""
@@ -186,7 +187,7 @@ def decode_index(data: bytes, *, where: str = "index", kinds: Sequence[str] = tu
         member_names = members.values.field("name")
         begins = np.repeat(offset, np.diff(member_splits))
         return ShardIndex(
-            columns=ShardMedia(*map(_narrow, media[:2]), *map(_narrow_lists, media[2:])),
+            columns=ShardMedia(_narrow(media[0]), _narrow(media[1]), *map(_narrow_lists, media[2:])),
             offset=_narrow(offset),
             size=_narrow(size),
             key_bytes=key_bytes,

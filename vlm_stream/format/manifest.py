@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, reduce
-from operator import add, attrgetter
+from operator import add, attrgetter, eq
 from typing import TYPE_CHECKING, Any, Final, overload
 
 from vlm_stream.errors import DatasetError, NotFoundError
@@ -69,6 +69,10 @@ class Totals:
     audios: int = 0
     audio_seconds: float = 0.0
 
+    def __add__(self, other: Totals) -> Totals:
+        """Add field by field."""
+        return Totals(**{name: getattr(self, name) + getattr(other, name) for name in _TOTALS})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
@@ -106,7 +110,8 @@ class ShardList(Sequence[ShardEntry]):
         lists = [*columns.values(), *entries.values()]
         if not all(isinstance(column, list) for column in lists) or len(set(map(len, lists))) > 1:
             raise TypeError("the columns of the shards are not lists of one length")
-        if list(map(sum, zip(*entries.values(), strict=True))) != columns["samples"] and any(columns["samples"]):
+        sums = map(sum, zip(*entries.values(), strict=True))
+        if bool(entries) != any(columns["samples"]) or not all(map(eq, sums, columns["samples"])):
             raise TypeError("the entries of the shards do not add up to their samples")
         self._columns = {name: columns[name] for name in (*_OWN, *_TOTALS)}
         self.entries: Final = entries
@@ -166,7 +171,8 @@ class ShardList(Sequence[ShardEntry]):
             f"  {_dump(name)}: {_dump(column[0] if name != 'name' and len(set(column)) == 1 else column)}"
             for name, column in self._columns.items()
         ]
-        lines.append(f'  "entries": {_dump(self.entries)}')
+        entries = {name: counts[0] if len(set(counts)) == 1 else counts for name, counts in self.entries.items()}
+        lines.append(f'  "entries": {_dump(entries)}')
         return "{\n" + ",\n".join(lines) + "\n }"
 
     @classmethod
@@ -176,7 +182,11 @@ class ShardList(Sequence[ShardEntry]):
         Raises:
             KeyError, TypeError: They are no columns of one length.
         """
-        num_shards, entries = len(written["name"]), written.pop("entries")
+        num_shards = len(written["name"])
+        entries = {
+            name: [counts] * num_shards if isinstance(counts, int) else counts
+            for name, counts in written.pop("entries").items()
+        }
         single = {"name": (), "etag": (str, type(None)), "index_sha256": (str,)}
         return cls(
             {

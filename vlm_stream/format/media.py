@@ -56,8 +56,9 @@ class ShardMedia(NamedTuple):
     videos: Lists
     audios: Lists
 
-    def __len__(self) -> int:  # type: ignore[override]
-        """Return the number of samples."""
+    @property
+    def num_samples(self) -> int:
+        """Return n."""
         return len(self.text_tokens)
 
     def select(self, chosen: npt.NDArray[np.bool_]) -> ShardMedia:
@@ -78,7 +79,7 @@ class ShardMedia(NamedTuple):
         rates = audios["rate"].astype(np.int64)
         heard = rates > 0
         return Totals(
-            samples=len(self),
+            samples=self.num_samples,
             bytes=num_bytes,
             text_tokens=int(self.text_tokens.sum(dtype=np.int64)),
             label_tokens=int(np.maximum(self.label_tokens, 0).sum(dtype=np.int64)),
@@ -97,7 +98,7 @@ def join_media(parts: Sequence[ShardMedia]) -> MediaColumns:
     """Return the samples of some shards, one shard after the other."""
 
     def join(arrays: Iterable[Numbers], dtype: type = np.int64) -> Numbers:
-        return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+        return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype)
 
     def splits(kind: str) -> Ints:
         counts = join(np.diff(getattr(part, kind)[0]) for part in parts)
@@ -160,7 +161,8 @@ def media_of(table: pa.Table, where: str) -> ShardMedia:
             else (np.zeros(table.num_rows + 1, np.uint8), dict.fromkeys(names, np.zeros(0, np.uint8)))
             for kind, names in MEDIA.items()
         ]
-        return ShardMedia(*(numbers_of(one_array(table.column(name))) for name in COUNTS), *media)
+        text, labels = (numbers_of(one_array(table.column(name))) for name in COUNTS)
+        return ShardMedia(text, labels, *media)
 
 
 def entries_of(table: pa.Table) -> tuple[tuple[str, ...], Numbers]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,19 +118,23 @@ class UnitQueue:
         self._num_empty = 0
         self._windows: deque[tuple[Window, Ints]] = deque()
         """Planned windows, and the numbers of their units that are left, ascending."""
+        self._cursor: Cursor | None = None
+        """Since nothing was taken: steps ask for it at both of their ends."""
 
     def cursor(self) -> Cursor:
         """Return where the stream stands; what was delivered is left as it was at the start."""
-        first = self._windows[0][0] if self._windows else None
-        return replace(
-            self._start,
-            window=first.start if first else self._next,
-            done=self._done(),
-            window_digest=first.digest if first else None,
-            # A step of another shape may have reached farther than this queue has.
-            planned=max(self._next.number, self._reported),
-            begun=None,
-        )
+        if self._cursor is None:
+            first = self._windows[0][0] if self._windows else None
+            self._cursor = Cursor(
+                window=first.start if first else self._next,
+                done=self._done(),
+                window_digest=first.digest if first else None,
+                # A step of another shape may have reached farther than this queue has.
+                planned=max(self._next.number, self._reported),
+                terms=self._start.terms,
+                delivered=self._start.delivered,
+            )
+        return self._cursor
 
     def peek(self) -> Window | None:
         """Return the window of the next unit without taking anything."""
@@ -213,23 +217,27 @@ class UnitQueue:
                 f"last one); the stream would search for ever. Raise pack_size, vision_size or max_tokens."
             )
         self._windows.append((window, np.arange(window.num_units, dtype=np.int64)))
+        self._cursor = None
         return True
 
     def _drop_finished(self) -> None:
+        self._cursor = None
         while self._windows and not len(self._windows[0][1]):
             self._windows.popleft()
 
 
 def _table(parts: list[tuple[Window, Ints]], dropped: tuple[Dropped, ...]) -> UnitTable:
-    def join(name: str) -> npt.NDArray[Any]:
-        columns = [getattr(window, name)[units] for window, units in parts]
+    def join(columns: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
         return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
     return UnitTable(
         windows=tuple(window for window, _ in parts),
-        window=np.repeat(np.arange(len(parts)), [len(units) for _, units in parts]),
-        unit=np.concatenate([units for _, units in parts]),
-        num_samples=np.concatenate([window.splits[units + 1] - window.splits[units] for window, units in parts]),
+        window=join([np.full(len(units), place) for place, (_, units) in enumerate(parts)]),
+        unit=join([units for _, units in parts]),
+        num_samples=join([window.splits[units + 1] - window.splits[units] for window, units in parts]),
         dropped=dropped,
-        **{name: join(name) for name in ("tokens", "llm", "vit", "labels", "hashes")},
+        **{
+            name: join([getattr(window, name)[units] for window, units in parts])
+            for name in ("tokens", "llm", "vit", "labels", "hashes")
+        },
     )

@@ -7,6 +7,7 @@ planning ahead, and only the steps in question are assigned.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from vlm_stream.plan.values import StepShape
 
     Ints = npt.NDArray[np.int64]
-    RequestCounter = Callable[[Sequence[Ref]], tuple[int, int]]
 
 __all__ = ["PlanReport", "PlannedSample", "find_samples", "plan_report", "samples_of_step", "step_at"]
 
@@ -90,7 +90,9 @@ class PlanReport:
 class _Tally:
     """Adds up steps."""
 
-    def __init__(self, planner: Planner, count_requests: RequestCounter | None) -> None:
+    def __init__(
+        self, planner: Planner, count_requests: Callable[[Sequence[PlannedSample]], tuple[int, int]] | None
+    ) -> None:
         self.planner = planner
         self.count_requests = count_requests
         self.sums: Counter[str] = Counter()
@@ -158,15 +160,14 @@ class _Tally:
 
     def _requests(self, step: Step) -> None:
         """Count the requests of one step, until enough were counted."""
-        if self.count_requests is None:
+        if self.count_requests is None or self.sums["counted"] >= _MAX_COUNTED:
             return
-        for micro in range(step.micro_begin, step.shape.micro_batches):
-            for rank in range(step.shape.world_size):
-                if self.sums["counted"] >= _MAX_COUNTED:
-                    return
-                refs = [ref for row in step.refs(rank, micro) for ref in row]
-                requests, num_bytes = self.count_requests(refs)
-                self.sums.update(counted=len(refs), requests=requests, bytes=num_bytes)
+        for _, found in itertools.groupby(_deliveries(step), key=lambda sample: (sample.micro, sample.rank)):
+            if self.sums["counted"] >= _MAX_COUNTED:
+                return
+            samples = list(found)
+            requests, num_bytes = self.count_requests(samples)
+            self.sums.update(counted=len(samples), requests=requests, bytes=num_bytes)
 
     def _window(self, refs: Ints) -> None:
         shard = (refs[:, 0] << 40) | refs[:, 1]
@@ -180,7 +181,7 @@ def plan_report(
     shape: StepShape,
     *,
     max_steps: int | None = None,
-    count_requests: RequestCounter | None = None,
+    count_requests: Callable[[Sequence[PlannedSample]], tuple[int, int]] | None = None,
 ) -> PlanReport:
     """Run through a plan, or its first `max_steps` steps, and add it up.
 

@@ -86,9 +86,10 @@ def _check_plan(was: Fingerprints, now: Fingerprints, allow: Collection[str]) ->
     differs = [f"{name} was {old!r} and is {new!r}" for name, (old, new) in pairs.items() if old != new]
     if not differs:
         return False
-    if was.plan.get("seed") != now.plan["seed"]:
+    old, new = pairs.get("seed", (0, 0))
+    if old != new:
         raise StateError(
-            f"The state belongs to another order: seed was {was.plan.get('seed')!r} and is {now.plan['seed']!r}, "
+            f"The state belongs to another order: seed was {old!r} and is {new!r}, "
             f"so its positions name other samples. Use the old seed, or start without a state."
         )
     if "plan" not in allow:

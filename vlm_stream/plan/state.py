@@ -1,6 +1,6 @@
 """The cursor as JSON, with what proves that it fits.
 
-Enters: a `Cursor` and the plan's fingerprints. Leaves: a dict of plain JSON values, about a kilobyte, without
+Enters: a `Cursor` and the plan's fingerprints. Leaves: a dict of plain JSON values, less than a kilobyte, without
 pickle and without a world size except that of steps that were interrupted. Reading it back checks types and sizes
 here, and whether it fits the plan in `resume.py`.
 
@@ -23,7 +23,7 @@ from vlm_stream.plan.values import BalanceConfig, CostConfig, StepShape
 from vlm_stream.plan.window import Terms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["USUAL", "Fingerprints", "State", "read_state", "write_state"]
 
-VERSION = 3
+VERSION = 4
 _MAX_UNITS = 1 << 26  # units of the open windows
 _MAX_CARRY = 1 << 20  # carried samples
 _MAX_LOW_BITS = 40  # of a distance
@@ -42,6 +42,7 @@ _MAX_LOW_BITS = 40  # of a distance
 # A state is small because usual values are left out. They belong to the version of the format: other defaults of the
 # config do not change them.
 USUAL: Final[dict[str, Any]] = {
+    "seed": 0,
     "window": 4096,
     "shuffle": True,
     "mode.packing_ratio": 1.0,
@@ -89,22 +90,19 @@ def write_state(cursor: Cursor, fingerprints: Fingerprints) -> dict[str, Any]:
     done, window, delivered = cursor.done, cursor.window, cursor.delivered
     prefix = int(np.argmin(done)) if not done.all() else len(done)
     names = tuple(name for name, _, _ in fingerprints.sources)
-    counts, distances = pack_carry(window)
     state: dict[str, Any] = {
         "version": VERSION,
-        "step": delivered.steps,
-        "delivered": {"units": delivered.units, "samples": delivered.samples, "digest": delivered.digest},
+        "delivered": list(astuple(delivered)),
         "window": window.number,
         "draw": window.draw,
         "sources": [
-            {"name": name, "digest": digest, "epoch": at // length, "position": at % length, "length": length}
-            for (name, digest, length), at in zip(fingerprints.sources, window.positions, strict=True)
+            [name, digest, length, position]
+            for (name, digest, length), position in zip(fingerprints.sources, window.positions, strict=True)
         ],
-        "carry": counts,
-        "distances": distances,
-        "units_done": prefix,
+        "carry": pack_carry(window),
+        "done": prefix,
         # Before its first unit, a window may still be planned in another way.
-        "window_digest": cursor.window_digest if len(done) or cursor.begun else None,
+        "digest": cursor.window_digest if len(done) or cursor.begun else None,
         "planned": cursor.planned,
         "terms": [_write_terms(terms, names) for terms in _live_terms(cursor)],
         "plan": fingerprints.plan,
@@ -112,10 +110,12 @@ def write_state(cursor: Cursor, fingerprints: Fingerprints) -> dict[str, Any]:
         "text": fingerprints.text,
     }
     if prefix < len(done):
-        state["done_beyond"] = _to_text(np.packbits(done[prefix:]).tobytes())
-        state["done_beyond_bits"] = len(done) - prefix
+        state["done_beyond"] = [len(done) - prefix, _to_text(np.packbits(done[prefix:]).tobytes())]
     if cursor.begun is not None:
-        state["begun"] = _write_begun(cursor.begun)
+        begun, balance = cursor.begun, cursor.begun.balance
+        costs = list(astuple(balance.costs))
+        shape = [balance.barrier, balance.horizon, begun.steps_done, begun.micro_done]
+        state["begun"] = [*astuple(begun.shape), *shape, *([] if costs == _USUAL_COSTS else costs)]
     return state
 
 
@@ -125,21 +125,9 @@ def _live_terms(cursor: Cursor) -> list[Terms]:
     return list(cursor.terms[first:])
 
 
-def _write_terms(terms: Terms, names: tuple[str, ...]) -> dict[str, Any]:
-    values = {"window": terms.first_window, "shares": terms.shares, "stop": terms.stop, "epochs": terms.epochs}
-    return values if terms.names == names else {**values, "names": terms.names}
-
-
-def _write_begun(begun: Begun) -> dict[str, Any]:
-    costs = list(astuple(begun.balance.costs))
-    values: dict[str, Any] = {
-        "shape": [begun.shape.world_size, begun.shape.micro_batches, begun.shape.batch_size],
-        "barrier": begun.balance.barrier,
-        "horizon": begun.balance.horizon,
-        "steps_done": begun.steps_done,
-        "micro_done": begun.micro_done,
-    }
-    return values if costs == _USUAL_COSTS else {**values, "costs": costs}
+def _write_terms(terms: Terms, names: tuple[str, ...]) -> list[Any]:
+    values = [terms.first_window, terms.stop, terms.epochs, terms.shares]
+    return values if terms.names == names else [*values, terms.names]
 
 
 def pack_carry(window: WindowStart) -> tuple[list[list[int]], str]:
@@ -220,7 +208,7 @@ def read_state(state: Any) -> State:
             f"Resume with the release that wrote it, or start without a state."
         )
     try:
-        return _read(_Fields(state))
+        return _read(state)
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise StateError(
             f"The state is damaged ({type(error).__name__}: {error}), so its place in the stream is unknown. "
@@ -228,136 +216,113 @@ def read_state(state: Any) -> State:
         ) from error
 
 
-class _Fields:
-    """The values of a JSON object, each of the type and size that it must have."""
-
-    def __init__(self, values: Any) -> None:
-        if not isinstance(values, dict):
-            raise TypeError(f"an object was expected, not {type(values).__name__}")
-        self._values = values
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def count(self, name: str, most: int = 1 << 62, least: int = 0) -> int:
-        return _count(name, self._values[name], most, least)
-
-    def text(self, name: str) -> str:
-        value = self._values[name]
-        if not isinstance(value, str):
-            raise TypeError(f"{name} is {value!r:.80}")
-        return value
-
-    def optional(self, name: str, read: Callable[[str], Any]) -> Any:
-        return None if self._values[name] is None else read(name)
-
-    def fields(self, name: str) -> _Fields:
-        return _Fields(self._values[name])
-
-    def items(self, name: str, kinds: tuple[type, ...] = (object,)) -> list[Any]:
-        value = self._values[name]
-        if not isinstance(value, list | tuple) or not all(isinstance(item, kinds) for item in value):
-            raise TypeError(f"{name} is {value!r:.80}")
-        return list(value)
-
-    def plain(self) -> dict[str, Any]:
-        """Return the values, none of which may hold others."""
-        for name, value in self._values.items():
-            if value is not None and not isinstance(value, bool | int | float | str):
-                raise TypeError(f"{name} is {value!r:.80}")
-        return dict(self._values)
-
-
-def _count(name: str, value: Any, most: int, least: int = 0) -> int:
+def _count(name: str, value: Any, most: int = 1 << 62, least: int = 0) -> int:
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {value!r:.80}")
     return value
 
 
-def _read(state: _Fields) -> State:
-    sources = [_Fields(source) for source in state.items("sources")]
-    names = tuple(source.text("name") for source in sources)
-    lengths = [source.count("length", least=1) for source in sources]
-    if len(set(names)) < len(names):
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r:.80}")
+    return value
+
+
+def _items(name: str, value: Any, *kinds: type) -> list[Any]:
+    """Return a list whose items are of some kinds; of any, where none is named."""
+    if not isinstance(value, list | tuple) or not all(isinstance(item, kinds or object) for item in value):
+        raise TypeError(f"{name} is {value!r:.80}")
+    return list(value)
+
+
+def _read(state: dict[str, Any]) -> State:
+    sources = []
+    positions = {}
+    for row in _items("sources", state["sources"]):
+        name, digest, length, position = _items("sources", row)
+        sources.append((_text("name", name), _text("digest", digest), _count("length", length, least=1)))
+        positions[name] = _count("position", position)
+    if len(positions) < len(sources):
         raise ValueError("sources without a name of their own")
-    counts = [
-        [_count("carry", count, _MAX_CARRY) for count in ages] for ages in state.items("carry", kinds=(list, tuple))
-    ]
-    if len(counts) != len(names):
+    ages, distances = _items("carry", state["carry"])
+    counts = [[_count("carry", count, _MAX_CARRY) for count in each] for each in _items("carry", ages, list, tuple)]
+    if len(counts) != len(sources):
         raise ValueError("carried samples of other sources")
-    window = state.count("window")
-    terms = tuple(_read_terms(_Fields(each), names) for each in state.items("terms"))
+    window = _count("window", state["window"])
+    terms = tuple(_read_terms(_items("terms", each), tuple(positions)) for each in _items("terms", state["terms"]))
     if not terms or terms[0].first_window > window:
         raise ValueError("no terms of the mixture hold for the open window")
-    delivered = state.fields("delivered")
+    steps, units, samples, digest = _items("delivered", state["delivered"])
+    if not isinstance(plan := state["plan"], dict):
+        raise TypeError(f"plan is {plan!r:.80}")
+    window_digest = state["digest"]
     return State(
         window=window,
-        draw=state.count("draw"),
-        positions={
-            name: source.count("epoch", 1 << 32) * length + source.count("position", length - 1)
-            for name, length, source in zip(names, lengths, sources, strict=True)
-        },
-        carry=unpack_carry(counts, state.text("distances")),
+        draw=_count("draw", state["draw"]),
+        positions=positions,
+        carry=unpack_carry(counts, _text("carry", distances)),
         done=_read_done(state),
-        window_digest=state.optional("window_digest", state.text),
-        planned=state.count("planned"),
+        window_digest=None if window_digest is None else _text("digest", window_digest),
+        planned=_count("planned", state["planned"]),
         terms=terms,
-        begun=_read_begun(state.fields("begun")) if "begun" in state else None,
+        begun=_read_begun(_items("begun", state["begun"])) if "begun" in state else None,
         delivered=Delivered(
-            steps=state.count("step"),
-            units=delivered.count("units"),
-            samples=delivered.count("samples"),
-            digest=bytes.fromhex(delivered.text("digest")).hex(),
+            steps=_count("steps", steps),
+            units=_count("units", units),
+            samples=_count("samples", samples),
+            digest=bytes.fromhex(_text("digest", digest)).hex(),
         ),
         fingerprints=Fingerprints(
-            sources=tuple(zip(names, [source.text("digest") for source in sources], lengths, strict=True)),
-            plan=state.fields("plan").plain(),
-            geometry=state.text("geometry"),
-            text=state.text("text"),
+            sources=tuple(sources),
+            plan=dict(zip(plan, _items("plan", list(plan.values()), bool, int, float, str, type(None)), strict=True)),
+            geometry=_text("geometry", state["geometry"]),
+            text=_text("text", state["text"]),
         ),
     )
 
 
-def _read_done(state: _Fields) -> npt.NDArray[np.bool_]:
-    done = np.ones(state.count("units_done", _MAX_UNITS), dtype=bool)
+def _read_done(state: dict[str, Any]) -> npt.NDArray[np.bool_]:
+    done = np.ones(_count("done", state["done"], _MAX_UNITS), dtype=bool)
     if "done_beyond" not in state:
         return done
-    bits = np.unpackbits(np.frombuffer(_from_text(state.text("done_beyond")), dtype=np.uint8))
-    num_bits = state.count("done_beyond_bits", min(_MAX_UNITS, len(bits)), least=1)
+    num_bits, text = _items("done_beyond", state["done_beyond"])
+    bits = np.unpackbits(np.frombuffer(_from_text(_text("done_beyond", text)), dtype=np.uint8))
+    num_bits = _count("done_beyond", num_bits, min(_MAX_UNITS, len(bits)), least=1)
     return np.concatenate([done, bits[:num_bits].astype(bool)])
 
 
-def _read_terms(terms: _Fields, sources: tuple[str, ...]) -> Terms:
-    names = tuple(terms.items("names", kinds=(str,))) if "names" in terms else sources
-    shares = tuple(terms.items("shares", kinds=(int, float)))
+def _read_terms(row: list[Any], sources: tuple[str, ...]) -> Terms:
+    first_window, stop, epochs, shares, *others = row
+    names = tuple(_items("terms", others[0], str)) if others else sources
+    shares = tuple(_items("shares", shares, int, float))
     if len(names) != len(shares) or not all(0 <= share <= 1 for share in shares):
         raise ValueError("shares of the mixture")
     return Terms(
-        first_window=terms.count("window"),
+        first_window=_count("window", first_window),
         names=names,
         shares=shares,
-        stop=terms.text("stop"),
-        epochs=terms.optional("epochs", lambda name: terms.count(name, 1 << 32)),
+        stop=_text("stop", stop),
+        epochs=None if epochs is None else _count("epochs", epochs, 1 << 32),
     )
 
 
-def _read_begun(begun: _Fields) -> Begun:
-    world_size, micro_batches, batch_size = (_count("shape", n, 1 << 31, 1) for n in begun.items("shape"))
+def _read_begun(row: list[Any]) -> Begun:
+    *sizes, barrier, horizon, steps_done, micro_done = row[:7]
+    world_size, micro_batches, batch_size = (_count("shape", size, 1 << 31, 1) for size in sizes)
     shape = StepShape(world_size=world_size, micro_batches=micro_batches, batch_size=batch_size)
-    costs = begun.items("costs", kinds=(int, float)) if "costs" in begun else _USUAL_COSTS
-    llm_linear, llm_square, vit_linear, vit_square = costs
+    llm_linear, llm_square, vit_linear, vit_square = _items("costs", row[7:] or _USUAL_COSTS, int, float)
     balance = BalanceConfig(
-        barrier=begun.text("barrier"),
-        horizon=begun.count("horizon", 1 << 20, least=1),
+        barrier=_text("barrier", barrier),
+        horizon=_count("horizon", horizon, 1 << 20, least=1),
         costs=CostConfig(llm_linear=llm_linear, llm_square=llm_square, vit_linear=vit_linear, vit_square=vit_square),
     )
     if shape.units_per_step * balance.horizon > _MAX_UNITS:
-        raise ValueError(f"shape is {begun.items('shape')!r:.80}")
+        raise ValueError(f"shape is {sizes!r:.80}")
     return Begun(
         shape=shape,
         balance=balance,
-        steps_done=begun.count("steps_done", balance.horizon - 1),
-        micro_done=begun.count("micro_done", shape.micro_batches - 1),
+        steps_done=_count("steps_done", steps_done, balance.horizon - 1),
+        micro_done=_count("micro_done", micro_done, micro_batches - 1),
     )
 
 

@@ -129,9 +129,7 @@ class OrderConfig:
 
     def __post_init__(self) -> None:
         """Refuse what no order can have."""
-        for name in ("group_shards", "run_length"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"order.{name} is {getattr(self, name)}; no sample could be ordered. Give 1 or more.")
+        _check_least(self, "group_shards", "run_length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +145,8 @@ class MixtureConfig:
 
     def __post_init__(self) -> None:
         """Refuse unknown rules."""
-        for name, allowed in (("weigh_by", _WEIGH_BY), ("stop", _STOP)):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f"mixture.{name}={value!r} means nothing: {nearest_name(str(value), allowed)}")
+        _check_choice("weigh_by", self.weigh_by, _WEIGH_BY)
+        _check_choice("stop", self.stop, _STOP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +177,8 @@ class PackConfig:
                 f"packing_ratio={self.packing_ratio} leaves a capacity of {self.capacity} tokens in a row of "
                 f"{self.pack_size}; nothing fits. Give a ratio above 0, at most 1."
             )
-        _check_long(self.long_samples)
-        _check_at_least_one("vision_size", self.vision_size)
+        _check_choice("long_samples", self.long_samples, _LONG)
+        _check_least(self, "vision_size")
 
     @property
     def capacity(self) -> int:
@@ -201,8 +197,8 @@ class PlainConfig:
 
     def __post_init__(self) -> None:
         """Refuse unknown rules."""
-        _check_long(self.long_samples)
-        _check_at_least_one("max_tokens", self.max_tokens)
+        _check_choice("long_samples", self.long_samples, _LONG)
+        _check_least(self, "max_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,9 +214,8 @@ class GroupConfig:
 
     def __post_init__(self) -> None:
         """Refuse groups that can hold nothing."""
-        _check_long(self.long_samples)
-        _check_at_least_one("token_budget", self.token_budget)
-        _check_at_least_one("max_tokens", self.max_tokens)
+        _check_choice("long_samples", self.long_samples, _LONG)
+        _check_least(self, "token_budget", "max_tokens")
         if self.token_budget is not None:
             limit = self.token_budget if self.max_tokens is None else min(self.max_tokens, self.token_budget)
             object.__setattr__(self, "max_tokens", limit)
@@ -268,12 +263,8 @@ class BalanceConfig:
 
     def __post_init__(self) -> None:
         """Refuse unknown barriers."""
-        if self.barrier not in _BARRIERS:
-            raise ConfigError(
-                f"balance.barrier={self.barrier!r} means nothing: {nearest_name(self.barrier, _BARRIERS)}"
-            )
-        if self.horizon < 1:
-            raise ConfigError(f"balance.horizon={self.horizon} assigns nothing. Give 1 or more steps.")
+        _check_choice("barrier", self.barrier, _BARRIERS)
+        _check_least(self, "horizon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,10 +290,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         """Refuse windows and epochs that hold nothing."""
-        if self.window < 1:
-            raise ConfigError(f"window={self.window} draws nothing. Give 1 or more; 4096 packs well.")
-        if self.epochs is not None and self.epochs < 1:
-            raise ConfigError(f"epochs={self.epochs} delivers nothing. Give 1 or more, or None to stream on.")
+        _check_least(self, "window", "epochs")
 
     @property
     def row_policy(self) -> RowPolicy:
@@ -340,9 +328,7 @@ class StepShape:
 
     def __post_init__(self) -> None:
         """Refuse steps that hold nothing."""
-        for name in ("world_size", "micro_batches", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} makes steps without units. Give 1 or more.")
+        _check_least(self, "world_size", "micro_batches", "batch_size")
 
     @property
     def units_per_step(self) -> int:
@@ -350,14 +336,16 @@ class StepShape:
         return self.world_size * self.micro_batches * self.batch_size
 
 
-def _check_long(rule: str) -> None:
-    if rule not in _LONG:
-        raise ConfigError(f"long_samples={rule!r} means nothing. Allowed: {', '.join(_LONG)}.")
+def _check_least(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value} leaves nothing to deliver. Give 1 or more.")
 
 
-def _check_at_least_one(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ConfigError(f"mode.{name} is {value}; no unit could hold a sample. Give 1 or more.")
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} means nothing: {nearest_name(str(value), allowed)}")
 
 
 def take_rows(splits: Ints, rows: Ints) -> tuple[Ints, Ints]:
