@@ -23,8 +23,15 @@ from vlm_stream.format import IndexCache, OpenDataset
 from vlm_stream.keys import FAKE_IMAGE_SIZE
 from vlm_stream.ledger import BadSample
 from vlm_stream.plan import Planner, SampleColumns, SourceSpec, step_at
-from vlm_stream.processors import template_digest
-from vlm_stream.tokens import Geometry, ImageSize, MediaSizes, TextCounter, count_tokens, fake_image_tokens
+from vlm_stream.tokens import (
+    Geometry,
+    ImageSize,
+    MediaSizes,
+    TextCounter,
+    count_tokens,
+    fake_image_tokens,
+    template_digest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
