@@ -11,6 +11,7 @@ import logging
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,7 +94,7 @@ class Datasets:
         """Warn where an index was counted for another processor, or not counted at all: plans are then estimates."""
         for source, dataset in zip(self.sources, self.opened, strict=True):
             counted = dataset.manifest.tokens
-            if counted.kind == "exact" and counted.template_sha256 == text:
+            if counted.template_sha256 == text:  # media of a processor that cannot be asked stay estimates
                 continue
             logger.warning(
                 "the text tokens of %s were counted %s, so packs may come out too long or too short; "
@@ -256,6 +257,8 @@ def open_plan(
     datasets = Datasets(sources, options)
     geometry = datasets.geometry() if processor is None else Geometry.from_processor(processor)
     geometry = _with_frames(geometry, options)
+    beside = [path for found in datasets.opened if (path := Path(found.root)).is_absolute()]  # not those of stores
+    geometry.remember_in([*beside, Path.home() / ".cache" / "vlm_stream"])
     fake_tokens = 0
     if options.fake_image:
         if processor is None:

@@ -66,8 +66,8 @@ class EstimatingCounter:
     def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> SampleCounts:
         """Return `known` and one for every medium if it is a count, else the guess."""
         check_media_sizes(sizes, self._geometry)
-        if isinstance(known, int) and not isinstance(known, bool) and known >= 0:
-            return SampleCounts(known + sum(1 for _ in iter_media(conversation)))
+        if isinstance(known, int | float) and not isinstance(known, bool) and known >= 0 and float(known).is_integer():
+            return SampleCounts(int(known) + sum(1 for _ in iter_media(conversation)))
         return SampleCounts(guess_text_tokens(conversation))
 
 
