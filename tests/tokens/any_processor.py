@@ -1,22 +1,46 @@
-"""Any processor class of the installed transformers, built without a download from the defaults of its parts."""
+"""Any processor class of the installed transformers, built without a download from the defaults of its parts.
+
+`python -m tests.tokens.any_processor` prints for which of them estimates equal the length of `input_ids`.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import sys
-from typing import Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import transformers
+from PIL import Image
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 
+from vlm_stream.convert.counting import ExactCounter
+from vlm_stream.encode import EncodeConfig, Encoder
+from vlm_stream.errors import BadSampleError
 from vlm_stream.testing import FAMILIES, build_processor
 from vlm_stream.testing.families import FAMILY_PARTS
 from vlm_stream.testing.tokenizer import train_tokenizer
+from vlm_stream.tokens import (
+    AudioSize,
+    Geometry,
+    ImageSize,
+    MediaSizes,
+    VideoSize,
+    count_tokens,
+    frame_indices,
+    make_columns,
+)
+from vlm_stream.tokens.measure import Measured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PARTS = {
     "image_processor": IMAGE_PROCESSOR_MAPPING_NAMES,
@@ -73,6 +97,8 @@ def build_any(name: str, kind: str) -> Any:
             entry: Any = _PARTS[part][kind]
             entry = (entry.get("torchvision") or entry["pil"]) if isinstance(entry, dict) else entry
             parts[part] = getattr(transformers, entry)()
+            if part == "image_processor" and not hasattr(parts[part], "image_seq_length"):
+                parts[part].image_seq_length = 64  # checkpoints of PaliGemma and Florence-2 bring it along
     taken = inspect.signature(cls.__init__).parameters
     required = {
         n: v for n, v in _REQUIRED.items() if n in taken and taken[n].default in (None, inspect.Parameter.empty)
@@ -100,3 +126,96 @@ def _make_tokenizer(cls: type) -> Any:
     return train_tokenizer(
         tuple(dict.fromkeys(special)), eos="<|im_end|>", pad="<|endoftext|>", bos="<s>", named_tokens=named
     )
+
+
+TEXTS = ("hi", "\nNewline", " blank", "\n\n\nand more 12.5")
+"""What follows a medium: text that merges with what a processor writes at its end, and text that does not."""
+
+
+def _draw(rng: np.random.Generator, medium: str, geometry: Geometry) -> tuple[dict[str, Any], Any]:
+    """Return an item of a conversation, decoded, and its size."""
+    if medium == "image":
+        height, width = (int(side) for side in np.exp(rng.uniform(np.log(30), np.log(900), 2)))
+        return {"type": "image", "image": Image.new("RGB", (width, height))}, ImageSize(height=height, width=width)
+    if medium == "audio":
+        samples, rate = int(rng.integers(8000, 90000)), geometry.audio.sampling_rate
+        return {"type": "audio", "audio": np.zeros(samples, np.float32)}, AudioSize(samples=samples, rate=rate)
+    frames, fps = int(rng.integers(4, 40)), float(rng.choice([2.0, 7.3, 24.0]))
+    height, width = (int(side) * 28 for side in rng.integers(4, 9, 2))
+    indices = frame_indices(frames, fps, geometry.frames)
+    item = {
+        "type": "video",
+        "video": np.zeros((len(indices), height, width, 3), np.uint8),
+        "_video_fps": fps,
+        "_frame_indices": indices.tolist(),
+        "_total_frames": frames,
+    }
+    return item, VideoSize(frames=frames, height=height, width=width, fps=fps, seconds=frames / fps)
+
+
+def compare(processor: Any, medium: str) -> tuple[list[tuple[int, int]], str]:
+    """Return (estimate, length of input_ids) of drawn samples that can be encoded, and why others cannot."""
+    geometry = Geometry.from_processor(processor)
+    counter, encoder = ExactCounter("x", processor), Encoder(processor, EncodeConfig(allow_unlabelled=True))
+    rng, pairs, reason = np.random.default_rng(3), [], ""
+    for number, text in [*((1, text) for text in TEXTS), (2, "two"), (0, "none")]:
+        drawn = [_draw(rng, medium, geometry) for _ in range(number)]
+        words = [{"type": "text", "text": part} for part in ("a", text, "Yes.")]
+        content = [words[0], *(item for item, _ in drawn), words[1]]
+        conversation = [{"role": "user", "content": content}, {"role": "assistant", "content": words[2:]}]
+        try:
+            length = len(encoder.encode(conversation, {})["input_ids"])
+        except (BadSampleError, ImportError) as error:
+            reason = reason or " ".join(str(error).split())
+            continue
+        sizes = MediaSizes(**{f"{medium}s": tuple(size for _, size in drawn)})
+        columns = make_columns([sizes], [counter.count(conversation, sizes).text_tokens])
+        if number or pairs:
+            pairs.append((int(count_tokens(columns, geometry).tokens[0]), length))
+    return pairs, reason
+
+
+class Finding(NamedTuple):
+    """What was found out about one medium of one class."""
+
+    processor: str
+    medium: str
+    kind: str
+    """"rule", "measured", "wrong", "not encoded" or "not built"."""
+    reason: str = ""
+
+
+def survey() -> Iterator[Finding]:
+    """Go through all classes."""
+    for name, kind in list_processors().items():
+        try:
+            processor = build_any(name, kind)
+        except Exception as error:
+            yield Finding(name, "", "not built", " ".join(str(error).split()))
+            continue
+        rules = Geometry.from_processor(processor).rules()
+        for medium, rule in rules.items():
+            if rule is None:
+                continue
+            pairs, reason = compare(processor, medium)
+            if not pairs:
+                yield Finding(name, medium, "not encoded", reason)
+            elif any(estimate != length for estimate, length in pairs):
+                yield Finding(name, medium, "wrong", str(pairs))
+            else:
+                yield Finding(name, medium, "measured" if isinstance(rule, Measured) else "rule")
+
+
+def main() -> None:
+    """Print a table of all classes."""
+    transformers.logging.set_verbosity_error()
+    logging.disable()
+    found = list(survey())
+    for kind, number in Counter(finding.kind for finding in found).items():
+        print(f"{kind}: {number}")  # noqa: T201
+    for finding in found:
+        print(f"| {finding.processor} | {finding.medium} | {finding.kind} | {finding.reason[:120]} |")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

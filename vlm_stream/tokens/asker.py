@@ -20,10 +20,13 @@ from vlm_stream.tokens.media import frame_indices, make_video_metadata
 from vlm_stream.tokens.rules.audio import resample_length
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from typing import TypeVar
 
     from vlm_stream.conversation import Conversation
     from vlm_stream.tokens.media import AudioSize, FrameRule, MediaSizes, VideoSize
+
+    R = TypeVar("R")
 
 __all__ = ["Asker", "Count", "audio_rate", "describe", "first_line", "media_of", "render", "template_digest"]
 
@@ -94,7 +97,7 @@ class Asker:
             return
         self._is_weightless[medium] = True
         try:
-            is_same = [self.count(medium, size) for size in _PROBES[medium]] == expected
+            is_same = [self._count(medium, size) for size in _PROBES[medium]] == expected
         except Exception:  # most often: "Cannot copy out of meta tensor; no data!"
             is_same = False
         self._is_weightless[medium] = is_same
@@ -110,6 +113,26 @@ class Asker:
 
     def count(self, medium: str, size: Sequence[int]) -> Count:
         """Count one medium in a chat that holds nothing else; an image as often as its size says."""
+        return self._with_pixels_at_need(lambda: self._count(medium, size))
+
+    def encode(self, text: str, sizes: MediaSizes, rule: FrameRule) -> list[int]:
+        """Return the ids of a rendered sample."""
+        return self._with_pixels_at_need(lambda: self._encode(text, sizes, rule))
+
+    def _with_pixels_at_need(self, ask: Callable[[], R]) -> R:
+        try:
+            return ask()
+        except Exception:
+            kept = self._is_weightless
+            if not any(kept.values()):
+                raise
+        self._is_weightless = dict.fromkeys(kept, False)
+        try:
+            return ask()
+        finally:
+            self._is_weightless = kept
+
+    def _count(self, medium: str, size: Sequence[int]) -> Count:
         number = size[2] if medium == "image" else 1
         media: dict[str, list[Any]] = {medium: [self._blank(medium, size)] * number}
         if medium == "video":
@@ -122,8 +145,7 @@ class Asker:
         patches, piece = self._count_patches(batch)
         return Count((len(_first_row(batch)) - plain) // number + 1, patches // number, piece)
 
-    def encode(self, text: str, sizes: MediaSizes, rule: FrameRule) -> list[int]:
-        """Return the ids of a rendered sample."""
+    def _encode(self, text: str, sizes: MediaSizes, rule: FrameRule) -> list[int]:
         media: dict[str, list[Any]] = {"image": [self._blank("image", (i.height, i.width)) for i in sizes.images]}
         clips = [_sample(size, rule) for size in sizes.videos]
         shapes = [(len(c["frames_indices"]), s.height, s.width) for c, s in zip(clips, sizes.videos, strict=True)]

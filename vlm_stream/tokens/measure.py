@@ -121,6 +121,8 @@ class _Table:
         assert self.asker is not None  # noqa: S101 - `_look_up` has seen to it
         try:
             return self.asker.count(medium, size)
+        except MemoryError:  # not an answer: another rank may have the memory
+            raise
         except Exception as error:  # processors raise nearly anything on sizes that they refuse
             if not self._has_warned:
                 self._has_warned = True
@@ -160,19 +162,18 @@ class _Table:
 
     def _save(self) -> None:
         """Write all answers to the first folder that takes them, whenever they have grown by a tenth."""
-        number = sum(map(len, self._answers.values()))
-        if number * 10 < self._num_saved * 11:
+        if sum(map(len, self._answers.values())) * 10 < self._num_saved * 11:
             return
-        rows = {m: [[*size, *count] for size, count in answers.items()] for m, answers in self._answers.items()}
-        text = json.dumps({"version": _VERSION, **rows})
         for file in self._files:
+            self._load(file)  # what other ranks have written meanwhile
+            rows = {m: [[*size, *count] for size, count in answers.items()] for m, answers in self._answers.items()}
             with suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 descriptor, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
                 with os.fdopen(descriptor, "w") as part:
-                    part.write(text)
+                    json.dump({"version": _VERSION, **rows}, part)
+                Path(name).chmod(0o644)
                 Path(name).replace(file)
-                self._num_saved = number
                 return
 
 
