@@ -97,7 +97,7 @@ def build_any(name: str, kind: str) -> Any:
             entry: Any = _PARTS[part][kind]
             entry = (entry.get("torchvision") or entry["pil"]) if isinstance(entry, dict) else entry
             parts[part] = getattr(transformers, entry)()
-            if part == "image_processor" and not hasattr(parts[part], "image_seq_length"):
+            if part == "image_processor" and getattr(parts[part], "image_seq_length", None) is None:
                 parts[part].image_seq_length = 64  # checkpoints of PaliGemma and Florence-2 bring it along
     taken = inspect.signature(cls.__init__).parameters
     required = {
@@ -135,13 +135,13 @@ TEXTS = ("hi", "\nNewline", " blank", "\n\n\nand more 12.5")
 def _draw(rng: np.random.Generator, medium: str, geometry: Geometry) -> tuple[dict[str, Any], Any]:
     """Return an item of a conversation, decoded, and its size."""
     if medium == "image":
-        height, width = (int(side) for side in np.exp(rng.uniform(np.log(30), np.log(900), 2)))
+        height, width = (int(side) for side in np.exp(rng.uniform(np.log(30), np.log(500), 2)))
         return {"type": "image", "image": Image.new("RGB", (width, height))}, ImageSize(height=height, width=width)
     if medium == "audio":
         samples, rate = int(rng.integers(8000, 90000)), geometry.audio.sampling_rate
         return {"type": "audio", "audio": np.zeros(samples, np.float32)}, AudioSize(samples=samples, rate=rate)
-    frames, fps = int(rng.integers(4, 40)), float(rng.choice([2.0, 7.3, 24.0]))
-    height, width = (int(side) * 28 for side in rng.integers(4, 9, 2))
+    frames, fps = int(rng.integers(4, 16)), float(rng.choice([2.0, 7.3, 24.0]))
+    height, width = (int(side) * 28 for side in rng.integers(4, 7, 2))
     indices = frame_indices(frames, fps, geometry.frames)
     item = {
         "type": "video",

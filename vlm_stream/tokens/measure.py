@@ -42,6 +42,7 @@ _log = logging.getLogger(__name__)
 _VERSION: Final = 1
 _SIDE_BITS: Final = 20
 _PROGRESS_S: Final = 10.0
+_ARTICLES: Final = {"image": "an image", "video": "a video", "audio": "a sound"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ class _Table:
         self.readable: dict[str, bool] = {}
         self.by_siblings = False
         self._asked = asked
-        self._answers: dict[str, dict[tuple[int, ...], Count]] = {medium: {} for medium in ("image", "video", "audio")}
+        self._answers: dict[str, dict[tuple[int, ...], Count]] = {medium: {} for medium in _ARTICLES}
         self._files: list[Path] = []
         self._num_saved = 0
         self._lock = threading.Lock()
@@ -127,10 +128,10 @@ class _Table:
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning(
-                    "%s refuses a %s of the size %s (%s), so such media are counted by a common rule and their samples "
+                    "%s refuses %s of the size %s (%s), so such media are counted by a common rule and their samples "
                     "will be bad; crop or leave them out. Further ones are not reported.",
                     self.asker.name,
-                    medium,
+                    _ARTICLES[medium],
                     "x".join(map(str, size)),
                     first_line(error),
                 )
@@ -217,11 +218,10 @@ def _can_be_asked(asker: Asker, medium: str) -> bool:
         asker.prove(medium)
     except Exception as error:
         _log.warning(
-            "%s cannot be asked what a%s %s costs (%s), so %ss are counted by a common rule, and packs with them may "
+            "%s cannot be asked what %s costs (%s), so %ss are counted by a common rule, and packs with them may "
             "come out too long; check that its chat template shows %ss, and that it runs on one.",
             asker.name,
-            "n" if medium[0] in "ai" else "",
-            medium,
+            _ARTICLES[medium],
             first_line(error),
             medium,
             medium,
