@@ -215,7 +215,7 @@ def _values(part: Any) -> dict[str, Any]:
     """Return the settings of a part, also those that are its class's."""
     with suppress(Exception):  # some look for files meanwhile
         return dict(part.to_dict())
-    return vars(part)
+    return dict(vars(part))
 
 
 def _plain(value: Any) -> Any:

@@ -47,10 +47,10 @@ class _Part:
     def __init__(self, processor: Any, names: tuple[str, ...], modality: str) -> None:
         found = [(name, part) for name in names if (part := getattr(processor, name, None)) is not None]
         self.exists = bool(found)
-        name, self._part = found[0] if found else (names[0], None)
+        self._part: Any = found[0][1] if found else None
         declared = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", None) or {}
         self._overrides = declared.get(modality, {})
-        self._owner = f"{type(processor).__name__}.{name}"
+        self._owner = f"{type(processor).__name__}.{found[0][0] if found else names[0]}"
 
     def read(self, name: str, default: Any = None) -> Any:
         """Return a setting; a present None reads as the default."""
@@ -137,9 +137,12 @@ def _read_whisper(_: Any, part: _Part) -> audio.WindowedMel:
 
 def _read_navit(rule: type[budgets.NavitImage | budgets.NavitVideo]) -> Reader:
     def read(_: Any, part: _Part) -> budgets.NavitImage | budgets.NavitVideo:
-        names = ("patch_size", "merge_size", "max_patches")
-        names = (*names, "temporal_patch_size") if rule is budgets.NavitVideo else names
-        return rule(**part.ints(*names), max_side_patches=part.read_size("max_height"))
+        layer = part.ints("temporal_patch_size") if rule is budgets.NavitVideo else {}
+        return rule(
+            **part.ints("patch_size", "merge_size", "max_patches"),
+            **layer,
+            max_side_patches=part.read_size("max_height"),
+        )
 
     return read
 

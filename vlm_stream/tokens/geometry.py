@@ -39,11 +39,11 @@ __all__ = ["Geometry", "TokenColumns", "count_tokens", "fake_image_tokens"]
 _VERSION = 1
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _RULES: Final[dict[str, type[Any]]] = {
-    name: kind
+    kind.__name__: kind
     for module in (audio, budgets, grids, pieces)
-    for name in module.__all__
-    if is_dataclass(kind := getattr(module, name))
-} | {"Measured": Measured}
+    for kind in (Measured, *(getattr(module, name) for name in module.__all__))
+    if isinstance(kind, type) and is_dataclass(kind)
+}
 """Rules by name: how they travel as JSON."""
 
 

@@ -152,6 +152,7 @@ class _Table:
                 if file not in self._files:
                     self._files.append(file)
                     self._load(file)
+            self._save()
 
     def _load(self, file: Path) -> None:
         with suppress(OSError, ValueError, TypeError, KeyError):  # torn, of another version, or not there
@@ -159,11 +160,12 @@ class _Table:
             if kept.pop("version") == _VERSION:
                 for medium, rows in kept.items():
                     self._answers[medium] |= {tuple(row[:-3]): Count(*row[-3:]) for row in rows}
-        self._num_saved = sum(map(len, self._answers.values()))
+                self._num_saved = max(self._num_saved, sum(map(len, kept.values())))
 
     def _save(self) -> None:
         """Write all answers to the first folder that takes them, whenever they have grown by a tenth."""
-        if sum(map(len, self._answers.values())) * 10 < self._num_saved * 11:
+        number = sum(map(len, self._answers.values()))
+        if not number or number * 10 < self._num_saved * 11:
             return
         for file in self._files:
             self._load(file)  # what other ranks have written meanwhile
@@ -175,6 +177,7 @@ class _Table:
                     json.dump({"version": _VERSION, **rows}, part)
                 Path(name).chmod(0o644)
                 Path(name).replace(file)
+                self._num_saved = sum(map(len, rows.values()))
                 return
 
 
@@ -240,4 +243,6 @@ def remember(rules: Iterable[Any], folders: Iterable[Path]) -> None:
 def _count_by_common_rule(medium: str, columns: Sequence[Ints]) -> MediaCounts:
     if medium == "image":
         return PatchGrid().count_images(*columns)
-    return FrameGrid().count_videos(*columns) if medium == "video" else WindowedMel().count_audios(*columns * 2)
+    return (
+        FrameGrid().count_videos(*columns) if medium == "video" else WindowedMel().count_audios(columns[0], columns[0])
+    )

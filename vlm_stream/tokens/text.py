@@ -52,6 +52,7 @@ class TextCounter:
         self.geometry = Geometry.from_processor(processor) if geometry is None else geometry
         self._asker = ask(processor)[0] if self.geometry.is_measured else None
         self._tokenizer: Any = getattr(processor, "tokenizer", processor)
+        self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         family = read_family(processor)
         self._writers: dict[str, Any] = {
             "image": IMAGE_TEXTS.get(family),
@@ -82,7 +83,7 @@ class TextCounter:
             media = count_tokens(make_columns([sizes], [0]), self.geometry)
             return self._asker.encode(text, sizes, self.geometry.frames), int(media.tokens[0])
         text = self._write_media(text, sizes)
-        begin, backend = self._tokenizer.bos_token, getattr(self._tokenizer, "backend_tokenizer", None)
+        begin, backend = self._tokenizer.bos_token, self._backend
         adds_special = not begin or not text.startswith(begin)
         if hasattr(backend, "encode_batch_fast") and backend.truncation is None and backend.padding is None:
             # Without the offsets and lists that nobody asks for here.
