@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from vlm_stream.testing.families import FAMILY_PARTS
 from vlm_stream.testing.toy_media import make_toy_wave
-from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize, encode_pixels
+from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize, frame_indices, make_video_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,5 +105,35 @@ def _converse(rng: np.random.Generator, items: list[dict[str, Any]]) -> Conversa
 
 
 def encode_toy_sample(processor: Any, sample: ToySample, rule: FrameRule) -> dict[str, Any]:
-    """Run a real processor on a sample; frames are those of the rule, and the processor samples nothing itself."""
-    return encode_pixels(processor, sample.conversation, rule)
+    """Run a real processor on a sample; clips become black frames, those of the rule.
+
+    The processor is told their times and samples nothing itself.
+    """
+    metadata: list[dict[str, Any]] = []
+    messages = [
+        {**message, "content": [_decode_clip(item, rule, metadata) for item in message["content"]]}
+        for message in sample.conversation
+    ]
+    options: dict[str, Any] = {}
+    if metadata:
+        options = {"do_sample_frames": False, "video_metadata": metadata}
+        if type(processor).__name__.startswith("NemotronH_Omni"):  # reads the metadata of its only clip, as an object
+            from transformers.video_utils import VideoMetadata
+
+            options["video_metadata"] = VideoMetadata(**metadata[0])
+    call = processor.apply_chat_template
+    if "processor_kwargs" in signature(call).parameters:  # since 5.0; before, options stand beside the others
+        options = {"processor_kwargs": options}
+    if processor.chat_template is None:  # Phi-4's class loses it on loading
+        options["chat_template"] = processor.tokenizer.chat_template
+    return dict(call([messages], tokenize=True, return_dict=True, return_tensors="pt", **options))
+
+
+def _decode_clip(item: dict[str, Any], rule: FrameRule, metadata: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a clip's item with frames instead of its size, and note what the processor is to be told of it."""
+    if item["type"] != "video":
+        return item
+    size: VideoSize = item["video"]
+    indices = frame_indices(size.frames, size.fps, rule, size.picked or None)
+    metadata.append(make_video_metadata(size.frames, size.fps, size.seconds, indices))
+    return {"type": "video", "video": np.zeros((len(indices), size.height, size.width, 3), np.uint8)}

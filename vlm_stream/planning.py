@@ -11,6 +11,7 @@ import logging
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,8 +24,15 @@ from vlm_stream.format import IndexCache, OpenDataset
 from vlm_stream.keys import FAKE_IMAGE_SIZE
 from vlm_stream.ledger import BadSample
 from vlm_stream.plan import Planner, SampleColumns, SourceSpec, step_at
-from vlm_stream.processors import template_digest
-from vlm_stream.tokens import Geometry, ImageSize, MediaSizes, TextCounter, count_tokens, fake_image_tokens
+from vlm_stream.tokens import (
+    Geometry,
+    ImageSize,
+    MediaSizes,
+    TextCounter,
+    count_tokens,
+    fake_image_tokens,
+    template_digest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -96,7 +104,7 @@ class Datasets:
             source.url: dataset.manifest.tokens for source, dataset in zip(self.sources, self.opened, strict=True)
         }
         for url, counted in counts.items():
-            if counted.kind == "exact" and counted.template_sha256 == text:
+            if counted.template_sha256 == text:  # media of a processor that cannot be asked stay estimates
                 continue
             logger.warning(
                 "the text tokens of %s were counted %s, so packs may come out too long or too short; "
@@ -302,6 +310,8 @@ def open_plan(
         datasets.check_text_only(processor)
     geometry = datasets.geometry() if processor is None else Geometry.from_processor(processor)
     geometry = _with_frames(geometry, options)
+    beside = [path for found in datasets.opened if (path := Path(found.root)).is_absolute()]  # not those of stores
+    geometry.remember_in([*beside, Path.home() / ".cache" / "vlm_stream"])
     fake_tokens = 0
     if options.fake_image:
         if processor is None:

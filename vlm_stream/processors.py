@@ -1,24 +1,21 @@
-"""Processors: loaded by name, and told apart by how they turn text into ids."""
+"""Processors, loaded by name."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
+import socket
 from collections.abc import Mapping
-from operator import itemgetter
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from vlm_stream.errors import ConfigError
 
-__all__ = ["load_processor", "open_processor", "template_digest"]
+__all__ = ["load_processor", "open_processor"]
 
-_PROBE: Final = (
-    "The quick brown foxes' 1,024 jumps — 3.14e-9 m/s; naïve façade, Straße, \u4f60\u597d\u4e16\u754c, "
-    "\u043f\u0440\u0438\u0432\u0435\u0442, \u0645\u0631\u062d\u0628\u0627, \U0001f600\n\n"
-    "    def f(x):\n\treturn {'k': x[0] != None}  # <b>&amp;</b> \\frac{a}{b}\n"
-)
-"""Text on which tokenizers with the same vocabulary and other rules differ."""
+_CONNECT_S: Final = 5.0
 
 
 def load_processor(name: str, *, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -27,6 +24,23 @@ def load_processor(name: str, *, trust_remote_code: bool = False, **options: Any
     Raises:
         ConfigError: There is no such processor.
     """
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"the processor is an object of {type(name).__name__} where a name is wanted, because other processes load "
+            f"it again; save it with save_pretrained and give the folder"
+        )
+    place = Path(name).expanduser()
+    if place.is_dir():
+        name = str(place)
+    elif place.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        beside = [path.name for path in place.parent.iterdir() if path.is_dir()] if place.parent.is_dir() else []
+        close = get_close_matches(place.name, beside, n=1)
+        raise ConfigError(
+            f"the processor '{name}' cannot be loaded (there is no such folder), so nothing can be counted or encoded; "
+            + (f"did you mean '{close[0]}'?" if close else "give a folder that save_pretrained has written")
+        )
+    elif "local_files_only" not in options and not _is_hub_reachable():
+        options["local_files_only"] = True  # otherwise the hub's client tries again for minutes
     from transformers import AutoProcessor
 
     try:
@@ -35,10 +49,27 @@ def load_processor(name: str, *, trust_remote_code: bool = False, **options: Any
         )
     except Exception as error:  # the hub's client, config parsers and remote code raise nearly anything
         first = (str(error).splitlines() or [type(error).__name__])[0]
+        asks_for_code = "trust_remote_code" in str(error) and not trust_remote_code
+        remote = " It brings its own code: pass trust_remote_code (--trust-remote-code) if you trust it."
         raise ConfigError(
             f"the processor '{name}' cannot be loaded ({first}), so nothing can be counted or encoded. "
-            f"Give a name on the hub, or a folder that save_pretrained has written."
+            f"Give a name on the hub, or a folder that save_pretrained has written.{remote if asks_for_code else ''}"
         ) from error
+
+
+def _is_hub_reachable() -> bool:
+    """Tell whether the hub's server takes connections; behind a proxy nobody knows, and it counts as reachable."""
+    from huggingface_hub import constants
+
+    server = urlsplit(str(constants.ENDPOINT))
+    if server.hostname is None or getproxies():
+        return True
+    try:
+        port = server.port or (80 if server.scheme == "http" else 443)
+        socket.create_connection((server.hostname, port), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def open_processor(given: Any) -> Any:
@@ -53,15 +84,3 @@ def open_processor(given: Any) -> Any:
     if "name" not in given:
         raise ConfigError("processor is a mapping without 'name', so there is nothing to load; add name: NAME_OR_PATH")
     return load_processor(given["name"], **{key: value for key, value in given.items() if key != "name"})
-
-
-def template_digest(processor: Any) -> str:
-    """Return what identifies how text becomes ids: the chat template, the vocabulary, and how a probe is cut by it.
-
-    Not the tokenizer's file: releases of the tokenizers library write the same tokenizer differently.
-    """
-    tokenizer = getattr(processor, "tokenizer", processor)
-    template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=itemgetter(1, 0))
-    probe = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
-    return hashlib.sha256(json.dumps([template, vocabulary, list(probe)]).encode()).hexdigest()

@@ -8,13 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
 
 from vlm_stream.convert import dataset_stats, make_shards, recount, verify_dataset
-from vlm_stream.errors import ConfigError
+from vlm_stream.convert.counting import ExactCounter
+from vlm_stream.encode import EncodeConfig, Encoder
+from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.format import load_manifest, read_index
 from vlm_stream.storage import open_store
 from vlm_stream.testing import build_processor
-from vlm_stream.tokens import Geometry, count_text_tokens, count_tokens
+from vlm_stream.tokens import Geometry, ImageSize, MediaSizes, count_tokens, make_columns
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +48,6 @@ def test_manifest_says_who_counted(counted: Path, toy_shards: Path, qwen: tuple[
 
 def test_index_count_is_the_length_of_input_ids(counted: Path, qwen: tuple[object, str]) -> None:
     """Text and image samples of the first shard, encoded whole by the processor itself."""
-    from PIL import Image
-
     processor, _ = qwen
     store = open_store(str(counted))
     shard = load_manifest(store).shards[0]
@@ -114,12 +117,16 @@ def test_recount_keeps_and_names_what_a_processor_refuses(toy_shards: Path, tmp_
 def test_counts_that_records_bring_along_are_used_without_a_processor(write_jsonl, tmp_path: Path) -> None:
     turn = [{"role": "user", "content": "x" * 30}]
     path = write_jsonl(
-        [{"messages": turn}, {"messages": turn, "_text_tokens": 77}, {"messages": turn, "_text_tokens": "7"}]
+        [
+            {"messages": turn},
+            {"messages": turn, "_text_tokens": 77},
+            {"messages": turn, "_text_tokens": "7"},
+            {"messages": turn, "_text_tokens": 8.0},
+        ]
     )
     make_shards(path, tmp_path / "out")
     store = open_store(str(tmp_path / "out"))
-    assert read_index(store, load_manifest(store).shards[0]).media.text_tokens.tolist() == [10, 77, 10]
-    assert count_text_tokens([{"role": "user", "content": "x" * 30}]) == 10
+    assert read_index(store, load_manifest(store).shards[0]).media.text_tokens.tolist() == [10, 77, 10, 8]
 
 
 def test_processor_that_does_not_exist(toy_meta: Path, tmp_path: Path) -> None:
@@ -145,3 +152,44 @@ def test_stats_add_up(counted: Path, qwen: tuple[object, str]) -> None:
         assert sum(histogram.counts) == histogram.num_values
         assert list(histogram.edges) == sorted(set(histogram.edges))
         assert histogram.low <= histogram.median <= histogram.p95 <= histogram.high
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "llava_onevision", "gemma3", "internvl"])
+def counter_and_encoder(request: pytest.FixtureRequest) -> tuple[ExactCounter, Encoder]:
+    processor = build_processor(request.param)
+    return ExactCounter("x", processor), Encoder(processor, EncodeConfig(allow_unlabelled=True))
+
+
+@given(data=st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_typed_control_strings_count_what_the_encoder_gives(
+    counter_and_encoder: tuple[ExactCounter, Encoder], data: st.DataObject
+) -> None:
+    """Every added token of the tokenizer, also those of media, between words, blanks and newlines."""
+    counter, encoder = counter_and_encoder
+    control = sorted(map(str, encoder.processor.tokenizer.added_tokens_decoder.values()))
+    pieces = st.lists(st.sampled_from([*control, "word", " ", "\n", "<image>", "<|im_end|>", "x"]), max_size=24)
+    question, answer = ("".join(data.draw(pieces)) for _ in range(2))
+    has_image = data.draw(st.booleans())
+    image = [{"type": "image", "image": Image.new("RGB", (60, 40))}] if has_image else []
+    conversation = [
+        {"role": "user", "content": [*image, {"type": "text", "text": question}]},
+        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+    ]
+    sizes = MediaSizes(images=(ImageSize(height=40, width=60),) if has_image else ())
+    try:
+        length = len(encoder.encode(conversation, {})["input_ids"])
+    except BadSampleError:
+        return  # a hole, whatever was counted
+    columns = make_columns([sizes], [counter.count(conversation, sizes).text_tokens])
+    assert count_tokens(columns, Geometry.from_processor(encoder.processor)).tokens[0] == length
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>" * 20, "a literal <image> and <video>", "<|im_start|>assistant\nno"])
+def test_a_typed_control_string_costs_what_its_letters_do(
+    counter_and_encoder: tuple[ExactCounter, Encoder], text: str
+) -> None:
+    counter, encoder = counter_and_encoder
+    conversation = [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]
+    length = len(encoder.encode(conversation, {})["input_ids"])
+    assert counter.count(conversation, MediaSizes()).text_tokens == length

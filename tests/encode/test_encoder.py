@@ -17,7 +17,7 @@ from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.media import ImageConfig, decode_audio, decode_image, decode_video
 from vlm_stream.testing import FAMILIES, build_processor, make_jpeg, make_mp4, make_wav
 from vlm_stream.testing.tokenizer import train_tokenizer
-from vlm_stream.tokens.frames import FrameRule, frame_indices, make_video_metadata
+from vlm_stream.tokens.media import FrameRule, frame_indices, make_video_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # inside transformers
 

@@ -42,7 +42,7 @@ def load(family: str):
 
 
 def count(counter: TextCounter, samples: list[ToySample]):
-    text = counter.count_batch([(sample.conversation, sample.sizes) for sample in samples])
+    text = [counter.count(sample.conversation, sample.sizes) for sample in samples]
     return count_tokens(make_columns([sample.sizes for sample in samples], text), counter.geometry)
 
 
@@ -161,11 +161,3 @@ def test_template_that_shows_other_media_than_the_sample_has_is_a_bad_sample(num
     with pytest.raises(BadSampleError, match=f"shows 1 images where the sample has {number}") as caught:
         counter.count(conversation, sizes)
     assert (caught.value.stage, caught.value.reason) == ("convert", "media_mismatch")
-
-
-def test_batches_count_as_single_samples_do():
-    _, counter = load("gemma3")
-    rng = np.random.default_rng(3)
-    samples = [make_toy_sample(rng, ["image"], max_side=60) for _ in range(6)]
-    pairs = [(sample.conversation, sample.sizes) for sample in samples]
-    assert counter.count_batch(pairs) == [counter.count(*pair) for pair in pairs]

@@ -20,7 +20,6 @@ from vlm_stream.tokens import (
     MediaSizes,
     VideoSize,
     check_media_sizes,
-    count_text_tokens,
     count_tokens,
     guess_text_tokens,
     make_columns,
@@ -79,12 +78,21 @@ def test_size_without_limits_is_named():
 
 class NewProcessor:
     tokenizer = None
+    image_processor = "anything"
 
 
-def test_unknown_class_is_a_guess_and_says_so(caplog):
+def test_a_processor_that_cannot_be_asked_is_estimated_and_says_so(caplog):
     geometry = Geometry.from_processor(NewProcessor())
-    assert geometry == Geometry.unknown()
-    assert "No counting rule is known for NewProcessor" in caplog.text
+    assert (geometry.family, geometry.image, geometry.video) == ("NewProcessor", Geometry.unknown().image, None)
+    assert not geometry.is_exact
+    assert "NewProcessor cannot be asked what media cost" in caplog.text
+
+
+def test_a_part_that_is_missing_reads_nothing():
+    processor = build_processor("kimi_k25")
+    whole = Geometry.from_processor(processor)
+    del processor.video_processor
+    assert Geometry.from_processor(processor) == replace(whole, video=None, frames=FrameRule())
 
 
 def test_subclasses_of_known_processors_are_known():
@@ -100,20 +108,19 @@ def test_bare_tokenizer_reads_text_alone():
     assert (geometry.family, geometry.image, geometry.is_exact) == ("text", None, True)
 
 
-def test_guess_is_a_third_of_the_characters_and_500_for_each_medium():
+def test_without_a_processor_text_is_a_third_of_the_characters_and_media_follow_their_sizes():
     conversation = [
         {"role": "user", "content": [{"type": "image", "image": "a"}, {"type": "text", "text": "eleven char"}]},
         {"role": "user", "content": [{"type": "video", "video": "b"}, {"type": "audio", "audio": "c"}]},
     ]
     sizes = MediaSizes(
-        images=(ImageSize(height=1, width=1),),
-        videos=(VideoSize(frames=0, height=1, width=1),),
-        audios=(AudioSize(samples=1, rate=1),),
+        images=(ImageSize(height=280, width=560),),
+        videos=(VideoSize(frames=4, height=336, width=336, fps=2.0),),
+        audios=(AudioSize(samples=32000, rate=16000),),
     )
     text = guess_text_tokens(conversation)
-    assert text == count_text_tokens(conversation)
     counts = count_tokens(make_columns([sizes], [text]), Geometry.unknown())
-    assert (counts.tokens[0], counts.vision_tokens[0]) == (3 + 1500, 1000)
+    assert (counts.tokens[0], counts.vision_tokens[0]) == (3 + 200 + 288 + 26, 488)
 
 
 def test_rows_are_counted_one_by_one():

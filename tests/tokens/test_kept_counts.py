@@ -1,4 +1,4 @@
-"""Datasets keep counts, so a rule that counts otherwise than before needs another version."""
+"""Plans depend on counts, so a rule that counts otherwise than before changes the order of samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from vlm_stream.tokens import Geometry, MediaColumns, count_tokens, counted_as
+from vlm_stream.tokens import Geometry, MediaColumns, count_tokens
 from vlm_stream.tokens.geometry import _RULES
 from vlm_stream.tokens.rules.pieces import AnyresImage, FixedFrames
 
@@ -14,8 +14,8 @@ REQUIRED = {
     AnyresImage: {"pinpoints": ((384, 384), (384, 768), (768, 384), (768, 768))},
     FixedFrames: {"tokens_per_frame": 64, "patches_per_frame": 256},
 }
-# Golden: results of this code. Where they change, raise `_RULES_VERSION`, and write down what comes out then.
-GOLDEN = ("1", "086be4972516b430")
+# Golden: results of this code. Where they change, runs cannot be resumed.
+GOLDEN = "8e5f3fa0df3309ce"
 
 
 def numbers(count: int, low: int, high: int, salt: int) -> np.ndarray:
@@ -44,14 +44,13 @@ def columns(num_rows: int = 300) -> MediaColumns:
     )
 
 
-def test_counts_are_those_of_their_version():
+def test_counts_stay_what_they_are():
     digest = hashlib.sha256()
-    for kind in _RULES.values():
+    for kind in (_RULES[name] for name in sorted(_RULES.keys() - {"Measured"})):
         rule = kind(**REQUIRED.get(kind, {}))
         media = {medium: rule for medium in ("image", "video", "audio") if hasattr(rule, f"count_{medium}s")}
         counted = count_tokens(columns(), Geometry(family="any", **media))
         for name in ("tokens", "vision_tokens", "vision_patches"):
             digest.update(getattr(counted, name).astype("<i8").tobytes())
         digest.update(np.rint(counted.vision_squares).astype("<i8").tobytes())
-    version, _, _ = counted_as("").partition(":")
-    assert (version, digest.hexdigest()[:16]) == GOLDEN
+    assert digest.hexdigest()[:16] == GOLDEN

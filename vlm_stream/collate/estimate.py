@@ -7,9 +7,9 @@ the family; the exact counts are those of `vlm_stream.tokens`.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.tokens import CHARACTERS_PER_TOKEN, GUESSED_TOKENS, smart_resize_image, smart_resize_video
+from vlm_stream.tokens import CHARACTERS_PER_TOKEN, smart_resize_image, smart_resize_video
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +21,9 @@ __all__ = [
     "extract_image_config",
     "extract_video_config",
 ]
+
+GUESSED_TOKENS: Final = 500
+"""What NeMo Automodel takes a medium for of which nothing is known."""
 
 
 def _first_truthy(part: Any, attribute: str, edge: str, default: int) -> int:

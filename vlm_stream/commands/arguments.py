@@ -84,11 +84,17 @@ def parse_mapping(text: str | None) -> dict[str, str]:
     return pairs
 
 
+def add_processor_arguments(parser: argparse.ArgumentParser, help_text: str, *, required: bool = False) -> None:
+    """Add the name of a processor, and whether its code may run."""
+    parser.add_argument("--processor", required=required, metavar="NAME_OR_PATH", help=help_text)
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the processor bring its own code")
+
+
 def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
     """Add datasets, recipe and options."""
     parser.add_argument("datasets", nargs="*", metavar="DATASET", help="folders or URLs, or a recipe (.yaml)")
     parser.add_argument("--config", metavar="YAML", help="a recipe: the arguments of StreamLoader")
-    parser.add_argument("--processor", metavar="NAME_OR_PATH", help="the processor that trains")
+    add_processor_arguments(parser, "the processor that trains")
     group = parser.add_argument_group("plan")
     for option in flag_fields():
         flag = f"--{option.name.replace('_', '-')}"
@@ -114,6 +120,10 @@ def loader_arguments(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("no dataset was named, so there is nothing to plan; give a folder or URL, or --config")
     if args.processor:
         found["processor"] = args.processor
+    if args.trust_remote_code:
+        named = found.get("processor")
+        found["processor"] = {"name": named} if isinstance(named, str) else dict(named or {})
+        found["processor"]["trust_remote_code"] = True
     flags = {option.name: getattr(args, option.name) for option in flag_fields()}
     found |= {name: value for name, value in flags.items() if value is not None}
     for text in args.set:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("urls", nargs="+", metavar="URL", help="tars: paths, URLs, {000..127} patterns, folders")
     parser.add_argument("--out", metavar="URL", help="where indexes and manifest go (default: beside the tars)")
-    parser.add_argument("--processor", metavar="NAME_OR_PATH", help="count text tokens exactly")
+    arguments.add_processor_arguments(parser, "count text tokens exactly")
     parser.add_argument("--overwrite", action="store_true", help="replace indexes and manifest that are there")
     arguments.add_workers_argument(parser)
     group = parser.add_argument_group("layout (default: as the first sample shows)")
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         out=args.out,
         fields=_fields(args),
         processor=args.processor,
+        trust_remote_code=args.trust_remote_code,
         workers=args.workers,
         overwrite=args.overwrite,
         store=arguments.store_options(args),

@@ -26,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("input", help="meta file, JSON array or JSON lines (.gz, .zst, URLs too)")
     parser.add_argument("out", help="folder or object-store URL of the dataset")
-    parser.add_argument("--processor", metavar="NAME_OR_PATH", help="count text tokens exactly, with its chat template")
-    parser.add_argument("--trust-remote-code", action="store_true", help="let the processor bring its own code")
+    arguments.add_processor_arguments(parser, "count text tokens exactly, with its chat template")
     parser.add_argument("--samples-per-shard", type=int, default=1000, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--max-shard-bytes",

@@ -21,7 +21,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("dataset", help="folder or URL of the dataset")
-    parser.add_argument("--processor", required=True, metavar="NAME_OR_PATH", help="whose chat template and tokenizer")
+    arguments.add_processor_arguments(parser, "whose chat template and tokenizer", required=True)
     arguments.add_workers_argument(parser)
     arguments.add_store_arguments(parser)
     arguments.add_output_arguments(parser)
@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
         report = recount(
             args.dataset,
             args.processor,
+            trust_remote_code=args.trust_remote_code,
             workers=args.workers,
             store=arguments.store_options(args),
             on_shard=lambda shard, num_shards: progress.step(num_shards, samples=shard.totals.samples),

@@ -52,7 +52,7 @@ line { stroke: var(--line); }
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("dataset", help="folder or URL of the dataset")
-    parser.add_argument("--processor", metavar="NAME_OR_PATH", help="also show lengths with media, for this processor")
+    arguments.add_processor_arguments(parser, "also show lengths with media, for this processor")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots (one file, no scripts)")
     arguments.add_store_arguments(parser)
     arguments.add_output_arguments(parser)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the statistics, or write them to a page."""
     from vlm_stream.convert import dataset_stats
 
-    count = _token_counter(args.processor) if args.processor else None
+    count = _token_counter(args.processor, args.trust_remote_code) if args.processor else None
     stats = dataset_stats(args.dataset, store=arguments.store_options(args), count_tokens=count)
     if args.html is not None:
         args.html.write_text(render_page(stats), encoding="utf-8")
@@ -79,11 +79,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _token_counter(processor: str) -> Callable[[MediaColumns], npt.NDArray[np.int64]]:
+def _token_counter(processor: str, trust_remote_code: bool) -> Callable[[MediaColumns], npt.NDArray[np.int64]]:
     from vlm_stream.processors import load_processor
     from vlm_stream.tokens import Geometry, count_tokens
 
-    geometry = Geometry.from_processor(load_processor(processor))
+    geometry = Geometry.from_processor(load_processor(processor, trust_remote_code=trust_remote_code))
     return lambda columns: count_tokens(columns, geometry).tokens
 
 

@@ -18,8 +18,8 @@ from vlm_stream.conversation import iter_media
 from vlm_stream.convert.rows import SampleCounts
 from vlm_stream.errors import BadSampleError, blame_sample
 from vlm_stream.format import TokenCounting
-from vlm_stream.processors import load_processor, template_digest
-from vlm_stream.tokens import Geometry, TextCounter, check_media_sizes, guess_text_tokens
+from vlm_stream.processors import load_processor
+from vlm_stream.tokens import Geometry, TextCounter, check_media_sizes, guess_text_tokens, template_digest
 
 if TYPE_CHECKING:
     from vlm_stream.conversation import Conversation
@@ -66,8 +66,8 @@ class EstimatingCounter:
     def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> SampleCounts:
         """Return `known` and one for every medium if it is a count, else the guess."""
         check_media_sizes(sizes, self._geometry)
-        if isinstance(known, int) and not isinstance(known, bool) and known >= 0:
-            return SampleCounts(known + sum(1 for _ in iter_media(conversation)))
+        if isinstance(known, int | float) and not isinstance(known, bool) and known >= 0 and float(known).is_integer():
+            return SampleCounts(int(known) + sum(1 for _ in iter_media(conversation)))
         return SampleCounts(guess_text_tokens(conversation))
 
 
@@ -115,11 +115,12 @@ class ExactCounter:
             rendered, markers = self._encoder.render(conversation)
         except BadSampleError:  # it will be a hole
             return SampleCounts(self._counter.count(conversation, sizes), 0)
-        ids = self._counter.token_ids(self._counter.write_media(rendered.text, sizes))
+        ids, surplus = self._counter.encode(rendered.text, sizes)
         try:
-            return self._count_labels(conversation, rendered, markers, ids)
+            counts = self._count_labels(conversation, rendered, markers, ids)
         except BadSampleError:  # likewise
-            return SampleCounts(len(ids), 0)
+            counts = SampleCounts(len(ids), 0)
+        return counts._replace(text_tokens=max(counts.text_tokens - surplus, 0))
 
     def _count_labels(
         self, conversation: Conversation, rendered: Rendered, markers: TypedMarkers | None, ids: list[int]

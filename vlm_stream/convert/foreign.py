@@ -68,6 +68,8 @@ class IndexOptions:
     """How members become a conversation; None: as the first sample shows."""
     processor: str | None = None
     """Name or path of a transformers processor, for exact text tokens."""
+    trust_remote_code: bool = False
+    """Let the processor bring its own code."""
     workers: int = 1
     overwrite: bool = False
     """Replace indexes and manifest that are there."""
@@ -85,7 +87,8 @@ class _Context:
     tars: str
     out: str
     fields: FieldMap
-    processor: str | None
+    counting: dict[str, Any]
+    """Arguments of `open_counter`."""
     store: StoreOptions | None
 
     def __call__(self, task: _Task) -> ShardPart:
@@ -118,7 +121,8 @@ def index_tars(
             f"Give another --out, or replace its indexes and manifest with --overwrite."
         )
     fields = options.fields or _guess(tars, names)
-    context = _Context(tars=tars.root, out=out.root, fields=fields, processor=options.processor, store=options.store)
+    counting = {"processor": options.processor, "trust_remote_code": options.trust_remote_code}
+    context = _Context(tars=tars.root, out=out.root, fields=fields, counting=counting, store=options.store)
     parts: dict[int, ShardPart] = {}
     tasks = [_Task(number, name) for number, name in enumerate(names)]
     for part in LocalEngine(options.workers).run(context, tasks):
@@ -130,7 +134,7 @@ def index_tars(
     dropped = Counter(f"{bad.stage}: {bad.reason}" for part in ordered for bad in part.bad)
     manifest = Manifest(
         shards=ShardList.of(part.entry for part in ordered),
-        tokens=open_counter(options.processor).note,
+        tokens=open_counter(**counting).note,
         fields=fields,
         tars=tars.root if out.root != tars.root else "",
         home="" if is_local(tars) else out.root,
@@ -182,7 +186,7 @@ def _index_tar(context: _Context, task: _Task) -> ShardPart:
     out = open_store(context.out, context.store)
     info = tars.head(task.name)
     folder = posixpath.basename(context.tars.rstrip("/")) or "data"
-    scan = _Scan(task.name, folder, context.fields, open_counter(context.processor))
+    scan = _Scan(task.name, folder, context.fields, open_counter(**context.counting))
     with ObjectReader(tars, task.name, info.size) as reader:
         try:
             for key, group in _iter_samples(iter_members(reader.read)):

@@ -73,13 +73,14 @@ class _Recounter:
     tars: str
     fields: FieldMap
     processor: str | None
+    trust_remote_code: bool
     store: StoreOptions | None
 
     def __call__(self, shard: ShardEntry) -> tuple[ShardEntry, int, list[BadSample]]:
         """Rewrite the shard's index; return its new entry, how many counts changed, and what was refused."""
         dataset = open_store(self.root, self.store)
         tars = open_store(self.tars or self.root, self.store)
-        counter = open_counter(self.processor)
+        counter = open_counter(self.processor, trust_remote_code=self.trust_remote_code)
         data = bytes(dataset.get(index_name(shard.name)))
         index = decode_index(data, where=index_name(shard.name))
         before = list(map(SampleCounts, index.columns.text_tokens.tolist(), index.columns.label_tokens.tolist()))
@@ -134,6 +135,7 @@ def recount(
     url: str,
     processor: str | None,
     *,
+    trust_remote_code: bool = False,
     workers: int = 1,
     store: StoreOptions | None = None,
     on_shard: Callable[[ShardEntry, int], None] | None = None,
@@ -143,6 +145,7 @@ def recount(
     Args:
         url: The dataset's folder or URL.
         processor: Name or path of a transformers processor; None goes back to estimates, without labels.
+        trust_remote_code: Whether the processor may bring its own code.
         workers: Shards at a time.
         store: How to reach object stores.
         on_shard: Called with every recounted shard and the number of shards, for progress.
@@ -150,7 +153,14 @@ def recount(
     begin = time.perf_counter()
     dataset = open_store(url, store)
     manifest = load_manifest(dataset)
-    task = _Recounter(root=dataset.root, tars=manifest.tars, fields=manifest.fields, processor=processor, store=store)
+    task = _Recounter(
+        root=dataset.root,
+        tars=manifest.tars,
+        fields=manifest.fields,
+        processor=processor,
+        trust_remote_code=trust_remote_code,
+        store=store,
+    )
     entries: dict[str, ShardEntry] = {}
     refused: dict[str, list[BadSample]] = {}
     num_changed = 0
@@ -162,7 +172,7 @@ def recount(
     counted = replace(
         manifest,
         shards=ShardList.of(entries[shard.name] for shard in manifest.shards),
-        tokens=open_counter(processor).note,
+        tokens=open_counter(processor, trust_remote_code=trust_remote_code).note,
     )
     save_manifest(dataset, counted)
     return RecountReport(

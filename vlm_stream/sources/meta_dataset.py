@@ -255,10 +255,10 @@ def collect_sample_stats(examples: Iterable[Mapping[str, Any]]) -> dict[str, int
         stats["n_videos"] += sum(item["type"] == "video" for item in media)
         stats["n_text_only"] += not media
         text_tokens = example.get("_text_tokens")
-        if not isinstance(text_tokens, int):
+        if not (isinstance(text_tokens, int | float) and float(text_tokens).is_integer()):
             stats["n_missing_text_tokens"] += 1
             text_tokens = _num_chars(example["conversation"]) // CHARS_PER_TOKEN
-        stats["n_text_tokens"] += text_tokens
+        stats["n_text_tokens"] += int(text_tokens)
         meta = example.get("mm_inputs_meta")
         if isinstance(meta, dict):
             stats["n_media_tokens"] += _meta_tokens(meta)

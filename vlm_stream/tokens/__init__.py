@@ -8,41 +8,40 @@ index and a `Geometry`, so pixel limits may change without a recount; the tokeni
 families that write about frames or crops, the frame rule may not. Imports numpy; must not import torch or transformers.
 
 Files, in the order the data meets them:
-    sizes.py        sizes of media, of one sample and as columns; `check_media_sizes`
-    frames.py       which frames of a video are sampled
+    media.py        sizes of media, of one sample and as columns; which frames are sampled; `check_media_sizes`
     rules/          one class per kind of rule
-    geometry.py     `Geometry`: the rules of one processor, as a value
+    asker.py        asks a processor with blank media, for families without a rule
+    measure.py      what it answered, kept
+    geometry.py     `Geometry`: the rules of one processor, as a value; `count_tokens`, `fake_image_tokens`
     families.py     processor -> geometry
-    count.py        `count_tokens`, `fake_image_tokens`
     media_text.py   what families write around media
     text.py         exact text counts
-    probe.py        a real processor run on sizes, for tests
 """
 
 from vlm_stream.keys import FAKE_IMAGE_SIZE
-from vlm_stream.tokens.count import TokenColumns, count_tokens, counted_as, fake_image_tokens
+from vlm_stream.tokens.asker import template_digest
 from vlm_stream.tokens.families import Processor, read_family
-from vlm_stream.tokens.frames import FrameRule, count_frames, frame_indices, make_video_metadata
-from vlm_stream.tokens.geometry import Geometry
-from vlm_stream.tokens.probe import encode_pixels
-from vlm_stream.tokens.rules.base import GUESSED_TOKENS
-from vlm_stream.tokens.rules.grids import smart_resize_image, smart_resize_video
-from vlm_stream.tokens.sizes import (
+from vlm_stream.tokens.geometry import Geometry, TokenColumns, count_tokens, fake_image_tokens
+from vlm_stream.tokens.media import (
     AudioSize,
+    FrameRule,
     ImageSize,
     MediaColumns,
     MediaSizes,
     VideoSize,
     check_media_sizes,
+    count_frames,
+    frame_indices,
     join_columns,
     make_columns,
+    make_video_metadata,
 )
-from vlm_stream.tokens.text import CHARACTERS_PER_TOKEN, TextCounter, count_text_tokens, guess_text_tokens
+from vlm_stream.tokens.rules.grids import smart_resize_image, smart_resize_video
+from vlm_stream.tokens.text import CHARACTERS_PER_TOKEN, TextCounter, guess_text_tokens
 
 __all__ = [
     "CHARACTERS_PER_TOKEN",
     "FAKE_IMAGE_SIZE",
-    "GUESSED_TOKENS",
     "AudioSize",
     "FrameRule",
     "Geometry",
@@ -55,10 +54,7 @@ __all__ = [
     "VideoSize",
     "check_media_sizes",
     "count_frames",
-    "count_text_tokens",
     "count_tokens",
-    "counted_as",
-    "encode_pixels",
     "fake_image_tokens",
     "frame_indices",
     "guess_text_tokens",
@@ -68,4 +64,5 @@ __all__ = [
     "read_family",
     "smart_resize_image",
     "smart_resize_video",
+    "template_digest",
 ]

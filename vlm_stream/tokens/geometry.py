@@ -1,47 +1,48 @@
-"""`Geometry`: how one processor turns media sizes into tokens. A frozen value that travels as JSON and has a digest.
+"""`Geometry`: how one processor turns media sizes into tokens; and counting by it.
 
-Enters a processor (an object; transformers is never imported here) or JSON; leaves rules for images, videos, audio and
-the sampling of frames. It knows nothing of text.
+A geometry is a frozen value that travels as JSON and has a digest. Enters a processor (an object; transformers is never
+imported here) or JSON; leaves rules for images, videos, audio and the sampling of frames. With it, index columns become
+lengths:
+
+    tokens = text_tokens + tokens of all media - number of media
+
+because `text_tokens` holds one token for every medium (see `text.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from vlm_stream.errors import ConfigError, nearest_name
-from vlm_stream.tokens.frames import FrameRule
-from vlm_stream.tokens.rules.audio import ChunkedAudio, ConvolvedMel, FilterBank, SubsampledMel, WindowedMel
-from vlm_stream.tokens.rules.base import UnknownMedium
-from vlm_stream.tokens.rules.budgets import BudgetedImage, NavitImage, NavitVideo, SoftBudget, TargetedVideo
-from vlm_stream.tokens.rules.grids import ClipGrid, ClipGridImage, FrameGrid, PatchGrid
-from vlm_stream.tokens.rules.pieces import (
-    AnyresImage,
-    FixedFrames,
-    FixedImage,
-    PaddedTiles,
-    RowCrops,
-    TileGrid,
-    WindowCrops,
-)
+from vlm_stream.keys import FAKE_IMAGE_SIZE
+from vlm_stream.tokens.measure import Measured, remember
+from vlm_stream.tokens.media import FrameRule, count_frames
+from vlm_stream.tokens.rules import audio, budgets, grids, pieces
 
 if TYPE_CHECKING:
-    from vlm_stream.tokens.families import Processor
-    from vlm_stream.tokens.rules.base import AudioRule, ImageRule, VideoRule
+    from collections.abc import Iterable
+    from pathlib import Path
 
-__all__ = ["Geometry"]
+    import numpy.typing as npt
+
+    from vlm_stream.tokens.families import Processor
+    from vlm_stream.tokens.media import MediaColumns
+    from vlm_stream.tokens.rules import AudioRule, Floats, ImageRule, Ints, MediaCounts, VideoRule
+
+__all__ = ["Geometry", "TokenColumns", "count_tokens", "fake_image_tokens"]
 
 _VERSION = 1
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _RULES: Final[dict[str, type[Any]]] = {
-    rule.__name__: rule
-    for rule in (
-        *(AnyresImage, BudgetedImage, ChunkedAudio, ClipGrid, ClipGridImage, ConvolvedMel, FilterBank),
-        *(FixedFrames, FixedImage, FrameGrid, NavitImage, NavitVideo, PaddedTiles, PatchGrid, RowCrops),
-        *(SoftBudget, SubsampledMel, TargetedVideo, TileGrid, UnknownMedium, WindowCrops, WindowedMel),
-    )
+    kind.__name__: kind
+    for module in (audio, budgets, grids, pieces)
+    for kind in (Measured, *(getattr(module, name) for name in module.__all__))
+    if isinstance(kind, type) and is_dataclass(kind)
 }
 """Rules by name: how they travel as JSON."""
 
@@ -56,7 +57,8 @@ class Geometry:
     """
 
     family: str
-    """Name of the processor's family, as transformers names its folders; "unknown" for the guess."""
+    """Name of the processor's family, as transformers names its folders; its class where it is measured; "unknown"
+    for estimates without a processor."""
     image: ImageRule | None = None
     """Rule for images; None: the processor reads none."""
     video: VideoRule | None = None
@@ -77,7 +79,8 @@ class Geometry:
             frames: Which frames are read, if not those that the processor's own config names.
 
         Returns:
-            The geometry; `is_exact` is False for a family that is not known here (500 tokens for each medium).
+            The geometry. A family that no rule is written for is measured: its processor is asked, with blank media,
+            once for each size (`is_measured`). One that cannot be asked is estimated (`is_exact` is False).
         """
         from vlm_stream.tokens.families import read_geometry
 
@@ -86,18 +89,34 @@ class Geometry:
 
     @classmethod
     def unknown(cls) -> Geometry:
-        """Return the guess: 500 tokens for each medium."""
-        guess = UnknownMedium()
-        return cls(family="unknown", image=guess, video=guess, audio=guess, is_exact=False)
+        """Return estimates where no processor is known: the rules of the most common families."""
+        return cls(
+            family="unknown",
+            image=grids.PatchGrid(),
+            video=grids.FrameGrid(),
+            audio=audio.WindowedMel(),
+            is_exact=False,
+        )
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether counts are what the processor itself answers."""
+        return any(isinstance(rule, Measured) for rule in self.rules().values())
+
+    def rules(self) -> dict[str, Any]:
+        """Return the rule of each medium, None for those that are not read."""
+        return {"image": self.image, "video": self.video, "audio": self.audio}
+
+    def remember_in(self, folders: Iterable[Path]) -> None:
+        """Keep what is measured in the first of these folders that can be written to; read it from all of them."""
+        remember(self.rules().values(), folders)
 
     def to_json(self) -> dict[str, Any]:
         """Return the geometry as JSON data."""
         return {
             "version": _VERSION,
             "family": self.family,
-            "image": _rule_to_json(self.image),
-            "video": _rule_to_json(self.video),
-            "audio": _rule_to_json(self.audio),
+            **{medium: _rule_to_json(rule) for medium, rule in self.rules().items()},
             "frames": asdict(self.frames),
             "is_exact": self.is_exact,
         }
@@ -157,3 +176,105 @@ def _rule_from_json(value: dict[str, Any] | None) -> Any:
 def _freeze(value: Any) -> Any:
     """Turn JSON's lists into the tuples that frozen rules hold."""
     return tuple(_freeze(part) for part in value) if isinstance(value, list) else value
+
+
+_COMMON: Final = Geometry.unknown()
+"""For media that a processor does not read: `check_media_sizes` rejects them where that is wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenColumns:
+    """What n samples cost a model, by the geometry of its processor."""
+
+    tokens: npt.NDArray[np.int64]
+    """[n] Length of `input_ids`: `text_tokens`, plus the embeddings of all media, minus the number of media."""
+    vision_tokens: npt.NDArray[np.int64]
+    """[n] How many of them are embeddings of images and videos."""
+    vision_patches: npt.NDArray[np.int64]
+    """[n] Patches that enter the vision tower."""
+    vision_squares: npt.NDArray[np.float64]
+    """[n] Sum over images and frames of patches squared: what full attention in the vision tower costs."""
+
+
+def count_tokens(columns: MediaColumns, geometry: Geometry) -> TokenColumns:
+    """Count what n samples cost."""
+    num_rows = len(columns.text_tokens)
+    tokens = columns.text_tokens.astype(np.int64)
+    vision, patches = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    squares = np.zeros(num_rows, np.float64)
+    for count, splits in (
+        (_count_images, columns.image_splits),
+        (_count_videos, columns.video_splits),
+        (_count_audios, columns.audio_splits),
+    ):
+        if not splits[-1]:  # most data lacks at least one of them
+            continue
+        counts = count(columns, geometry)
+        embeddings = _sum_rows(counts.tokens, splits)
+        tokens = tokens + embeddings - _lengths(splits)
+        if count is not _count_audios:
+            vision = vision + embeddings
+            patches = patches + _sum_rows(counts.patches, splits)
+            squares = squares + _sum_floats(counts.squares, splits)
+    return TokenColumns(tokens=tokens, vision_tokens=vision, vision_patches=patches, vision_squares=squares)
+
+
+def fake_image_tokens(geometry: Geometry) -> int:
+    """Return the embeddings of the fake image; the text around it is counted with the text.
+
+    >>> fake_image_tokens(Geometry.unknown())
+    4
+    """
+    height, width = (np.asarray([side], np.int64) for side in FAKE_IMAGE_SIZE)
+    rule: Any = geometry.image or _COMMON.image
+    return int(rule.count_images(height, width, np.ones(1, np.int64)).tokens[0])
+
+
+def _count_images(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
+    per_row = _lengths(columns.image_splits)
+    siblings = np.repeat(per_row, per_row)  # [images]
+    heights, widths = columns.image_sizes.T
+    rule: Any = geometry.image or _COMMON.image
+    counts: MediaCounts = rule.count_images(heights, widths, siblings)
+    return counts
+
+
+def _count_videos(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
+    total, heights, widths = columns.video_sizes.T
+    frames = count_frames(
+        total, columns.video_fps, geometry.frames, seconds=columns.video_seconds, picked=columns.video_picked
+    )
+    rule: Any = geometry.video or _COMMON.video
+    counts: MediaCounts = rule.count_videos(frames, heights, widths)
+    return counts
+
+
+def _count_audios(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
+    rule: Any = geometry.audio or _COMMON.audio
+    samples, rates = columns.audio_sizes.T
+    samples = audio.resample_length(samples, rates, rule.sampling_rate)
+    per_row = _lengths(columns.audio_splits)
+    longest = np.zeros(len(per_row), np.int64)
+    np.maximum.at(longest, np.repeat(np.arange(len(per_row)), per_row), samples)
+    counts: MediaCounts = rule.count_audios(samples, np.repeat(longest, per_row))
+    return counts
+
+
+def _sum_rows(values: Ints, splits: Ints) -> Ints:
+    """Sum ragged rows exactly; empty rows give 0 (`np.add.reduceat` would not)."""
+    sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
+    rows: Ints = sums[splits[1:]] - sums[splits[:-1]]
+    return rows
+
+
+def _sum_floats(values: Floats, splits: Ints) -> Floats:
+    """Sum ragged rows of floats, each row by itself so that large neighbours cost no digits."""
+    per_row = _lengths(splits)
+    rows = np.repeat(np.arange(len(per_row)), per_row)
+    return np.bincount(rows, weights=values, minlength=len(per_row)).astype(np.float64, copy=False)
+
+
+def _lengths(splits: Ints) -> Ints:
+    """Return how many entries each row has."""
+    lengths: Ints = splits[1:] - splits[:-1]
+    return lengths

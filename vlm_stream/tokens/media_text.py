@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from vlm_stream.errors import MissingExtraError
-from vlm_stream.tokens.frames import frame_indices, make_video_metadata
+from vlm_stream.tokens.media import frame_indices, make_video_metadata
 from vlm_stream.tokens.rules.pieces import FixedImage, RowCrops, WindowCrops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vlm_stream.tokens.frames import FrameRule
     from vlm_stream.tokens.geometry import Geometry
-    from vlm_stream.tokens.sizes import AudioSize, ImageSize, MediaSizes, VideoSize
+    from vlm_stream.tokens.media import AudioSize, FrameRule, ImageSize, MediaSizes, VideoSize
 
 __all__ = ["AUDIO_TEXTS", "IMAGE_TEXTS", "VIDEO_TEXTS", "Scene"]
 
@@ -197,11 +196,17 @@ def _write_nemotron_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     return "\n".join(layers)
 
 
+def _write_gemma3n_audio(processor: Any, size: AudioSize, scene: Scene) -> str:  # noqa: ARG001
+    tokenizer = processor.tokenizer
+    return f"\n\n{tokenizer.boa_token}{tokenizer.audio_token}{tokenizer.eoa_token}\n\n"
+
+
 _GEMMA4_IMAGE: Final = _between("boi_token", "image_token", "eoi_token")
 _GEMMA4_AUDIO: Final = _between("boa_token", "audio_token", "eoa_token")
 # Families that are missing write nothing around that medium: its one token stays as the template wrote it.
 IMAGE_TEXTS: Final[dict[str, Callable[[Any, ImageSize, Scene], str]]] = {
     "gemma3": _write_gemma3_image,
+    "gemma3n": _write_gemma3_image,
     "gemma4": _GEMMA4_IMAGE,
     "gemma4_unified": _GEMMA4_IMAGE,
     "internvl": _between("start_image_token", "image_token", "end_image_token"),
@@ -220,6 +225,7 @@ VIDEO_TEXTS: Final[dict[str, Callable[[Any, VideoSize, Scene], str]]] = {
     "smolvlm": _write_smolvlm_video,
 }
 AUDIO_TEXTS: Final[dict[str, Callable[[Any, AudioSize, Scene], str]]] = {
+    "gemma3n": _write_gemma3n_audio,
     "gemma4": _GEMMA4_AUDIO,
     "gemma4_unified": _GEMMA4_AUDIO,
     "nemotron_h_omni": _between("audio_start_token", "audio_token", "audio_end_token"),

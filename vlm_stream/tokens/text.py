@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_stream.conversation import MEDIA_TYPES, iter_media
 from vlm_stream.errors import BadSampleError
+from vlm_stream.tokens.asker import render
 from vlm_stream.tokens.families import Processor, read_family
-from vlm_stream.tokens.geometry import Geometry
+from vlm_stream.tokens.geometry import Geometry, count_tokens
+from vlm_stream.tokens.measure import ask
+from vlm_stream.tokens.media import MediaSizes, make_columns
 from vlm_stream.tokens.media_text import AUDIO_TEXTS, IMAGE_TEXTS, VIDEO_TEXTS, Scene
-from vlm_stream.tokens.sizes import MediaSizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from vlm_stream.conversation import Conversation
 
-__all__ = ["TextCounter", "count_text_tokens", "guess_text_tokens"]
+__all__ = ["TextCounter", "guess_text_tokens"]
 
 CHARACTERS_PER_TOKEN = 3
 _NO_MEDIA = MediaSizes()
@@ -48,10 +50,9 @@ class TextCounter:
         """
         self.processor = processor
         self.geometry = Geometry.from_processor(processor) if geometry is None else geometry
+        self._asker = ask(processor)[0] if self.geometry.is_measured else None
         self._tokenizer: Any = getattr(processor, "tokenizer", processor)
-        # Some classes lose their template when they are loaded from a folder; their tokenizer keeps it.
-        own, spare = (getattr(part, "chat_template", None) for part in (processor, self._tokenizer))
-        self._template = {"chat_template": spare} if own is None and spare is not None else {}
+        self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         family = read_family(processor)
         self._writers: dict[str, Any] = {
             "image": IMAGE_TEXTS.get(family),
@@ -64,47 +65,32 @@ class TextCounter:
         )
 
     def count(self, conversation: Conversation, sizes: MediaSizes = _NO_MEDIA) -> int:
-        """Count one sample.
+        """Count one sample whose text holds no control strings: those are the encoder's to disguise.
 
         Raises:
             BadSampleError: The template shows another number of media than there are sizes.
         """
-        return self.count_batch([(conversation, sizes)])[0]
+        ids, surplus = self.encode(render(self.processor, _strip_media(conversation)), sizes)
+        return len(ids) - surplus
 
-    def count_batch(self, samples: Sequence[tuple[Conversation, MediaSizes]]) -> list[int]:
-        """Count many samples with one call of the tokenizer."""
-        texts = [self.render(conversation, sizes) for conversation, sizes in samples]
-        counts = [0] * len(texts)
-        begin = self._tokenizer.bos_token
-        for adds_special in (False, True):
-            places = [
-                place for place, text in enumerate(texts) if (not begin or not text.startswith(begin)) == adds_special
-            ]
-            encoded = self._encode([texts[place] for place in places], adds_special) if places else ()
-            for place, ids in zip(places, encoded, strict=True):
-                counts[place] = len(ids)
-        return counts
+    def encode(self, text: str, sizes: MediaSizes) -> tuple[list[int], int]:
+        """Return the ids of a rendered chat, and how many more they are than the text tokens.
 
-    def token_ids(self, text: str) -> list[int]:
-        """Return the ids of a text that `render` or `write_media` gave: as many as `count` says."""
-        begin = self._tokenizer.bos_token
-        (ids,) = self._encode([text], not begin or not text.startswith(begin))
-        return list(getattr(ids, "ids", ids))
-
-    def _encode(self, texts: list[str], adds_special: bool) -> Sequence[Any]:
-        """Return for each text its ids, or what has them as `ids` and is as long."""
-        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        By rule there is one embedding token for each medium. A processor that is asked gives all of them: the surplus
+        is then what `count_tokens` will count for the media.
+        """
+        if self._asker is not None:
+            media = count_tokens(make_columns([sizes], [0]), self.geometry)
+            return self._asker.encode(text, sizes, self.geometry.frames), int(media.tokens[0])
+        text = self._write_media(text, sizes)
+        begin, backend = self._tokenizer.bos_token, self._backend
+        adds_special = not begin or not text.startswith(begin)
         if hasattr(backend, "encode_batch_fast") and backend.truncation is None and backend.padding is None:
             # Without the offsets and lists that nobody asks for here.
-            return list(backend.encode_batch_fast(texts, add_special_tokens=adds_special))
-        return list(self._tokenizer(texts, add_special_tokens=adds_special)["input_ids"])
+            return list(backend.encode_batch_fast([text], add_special_tokens=adds_special)[0].ids), 0
+        return list(self._tokenizer(text, add_special_tokens=adds_special)["input_ids"]), 0
 
-    def render(self, conversation: Conversation, sizes: MediaSizes = _NO_MEDIA) -> str:
-        """Return the text that is tokenised: as the processor writes it, with one embedding token for each medium."""
-        text = self.processor.apply_chat_template([_strip_media(conversation)], tokenize=False, **self._template)
-        return self.write_media(text if isinstance(text, str) else text[0], sizes)
-
-    def write_media(self, text: str, sizes: MediaSizes) -> str:
+    def _write_media(self, text: str, sizes: MediaSizes) -> str:
         """Return a rendered chat with what the processor writes for media, one embedding token for each of them."""
         queues: dict[str, Sequence[Any]] = {"image": sizes.images, "video": sizes.videos, "audio": sizes.audios}
         found = dict.fromkeys(queues, 0)
@@ -125,25 +111,9 @@ class TextCounter:
                     "convert",
                     "media_mismatch",
                     f"The chat template shows {found[kind]} {kind}s where the sample has {len(queue)}, so its tokens "
-                    f"cannot be counted. Look for a {kind} outside of user turns, or its token typed as text.",
+                    f"cannot be counted. Look for a {kind} outside of user turns.",
                 )
         return str(text)
-
-
-def count_text_tokens(
-    conversation: Conversation,
-    processor: Processor | None = None,
-    sizes: MediaSizes = _NO_MEDIA,
-    geometry: Geometry | None = None,
-) -> int:
-    """Count one sample's text; exact with a processor, a guess without. Use a `TextCounter` for more than a few.
-
-    >>> count_text_tokens([{"role": "user", "content": "eleven char"}])
-    3
-    """
-    if processor is None:
-        return guess_text_tokens(conversation)
-    return TextCounter(processor, geometry).count(conversation, sizes)
 
 
 def guess_text_tokens(conversation: Conversation) -> int:

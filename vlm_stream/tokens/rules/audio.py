@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_stream.tokens.rules.base import MediaCounts
+from vlm_stream.tokens.rules import MediaCounts
 
 if TYPE_CHECKING:
-    from vlm_stream.tokens.rules.base import Ints
+    from vlm_stream.tokens.rules import Ints
 
-__all__ = ["ChunkedAudio", "ConvolvedMel", "FilterBank", "SubsampledMel", "WindowedMel", "resample_length"]
+__all__ = [
+    "ChunkedAudio",
+    "ConvolvedMel",
+    "FilterBank",
+    "FixedSound",
+    "PooledMel",
+    "SubsampledMel",
+    "WindowedMel",
+    "resample_length",
+]
 
 
 def resample_length(samples: Ints, rates: Ints, target_rate: int) -> Ints:
@@ -63,6 +72,30 @@ class WindowedMel(_Frames):
         per_window = 13  # the processor's own number for a whole window, whatever its length
         tokens = np.where(rest > 0, _halve(rest, 3), 0) + frames // self.window_frames * per_window
         return _count(tokens, frames)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledMel(_Frames):
+    """Qwen2.5-Omni: mel frames, halved by a convolution, then pooled in pairs; long clips are cut."""
+
+    max_samples: int = 480000
+    """Longer clips are cut."""
+
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
+        """Count clips."""
+        frames = -(-np.minimum(samples, self.max_samples) // self.hop_length)
+        return _count(((frames - 1) // 2 - 1) // 2 + 1, frames)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedSound(_Sound):
+    """Gemma-3n: every clip costs the same."""
+
+    tokens: int = 188
+
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
+        """Count clips."""
+        return _count(np.full_like(samples, self.tokens), np.full_like(samples, self.tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_stream.tokens.rules.base import MediaCounts, TakesAnySize
+from vlm_stream.tokens.rules import MediaCounts, TakesAnySize
 
 if TYPE_CHECKING:
-    from vlm_stream.tokens.rules.base import Floats, Ints
+    from vlm_stream.tokens.rules import Floats, Ints
 
 __all__ = ["BudgetedImage", "NavitImage", "NavitVideo", "SoftBudget", "TargetedVideo"]
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from vlm_stream.tokens.rules.base import MAX_ASPECT_RATIO, MediaCounts, name_aspect_problem
+from vlm_stream.tokens.rules import MAX_ASPECT_RATIO, MediaCounts, name_aspect_problem
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from vlm_stream.tokens.rules.base import Floats, Ints
+    from vlm_stream.tokens.rules import Floats, Ints
 
 __all__ = [
     "ClipGrid",
@@ -144,22 +144,11 @@ def _fit(
     return high.astype(np.int64), wide.astype(np.int64)
 
 
-def _stack_grid(layers: Ints, high: Ints, wide: Ints, patch: int) -> Ints:
-    """Return [m, 3]: layers, and patches along the height and the width of each."""
-    return np.stack([layers, high // patch, wide // patch], axis=1)
-
-
-def _count_grid(grids: Ints, merge: int) -> MediaCounts:
-    """Count grids [m, 3]."""
-    layers, per_layer = grids[:, 0], grids[:, 1] * grids[:, 2]
-    return MediaCounts(layers * per_layer // merge**2, layers * per_layer, layers * per_layer.astype(np.float64) ** 2)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Grid:
     """What all rules of this file know."""
 
-    patch_size: int
+    patch_size: int = 14
     merge_size: int = 2
     """Patches along the square that becomes one token."""
     min_pixels: int
@@ -171,6 +160,16 @@ class _Grid:
     def _factor(self) -> int:
         return self.patch_size * self.merge_size
 
+    def _stack(self, layers: Ints, sides: tuple[Any, Any]) -> Ints:
+        """Return [m, 3]: layers, and patches along the height and the width of each."""
+        return np.stack([layers, *(side // self.patch_size for side in sides)], axis=1)
+
+    def _count(self, grids: Ints) -> MediaCounts:
+        """Count grids [m, 3]."""
+        layers, per_layer = grids[:, 0], grids[:, 1] * grids[:, 2]
+        squares = layers * per_layer.astype(np.float64) ** 2
+        return MediaCounts(layers * per_layer // self.merge_size**2, layers * per_layer, squares)
+
     def find_problem(self, height: int, width: int) -> str | None:
         """Refuse extreme shapes."""
         return name_aspect_problem(height, width, MAX_ASPECT_RATIO)
@@ -178,27 +177,25 @@ class _Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchGrid(_Grid):
-    """Images of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-Omni."""
+    """Images of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and the Qwen Omni families."""
 
-    patch_size: int = 14
     min_pixels: int = 3136
     max_pixels: int = 1003520
 
     def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
         """Count images."""
-        return _count_grid(self.grid_images(heights, widths), self.merge_size)
+        return self._count(self.grid_images(heights, widths))
 
     def grid_images(self, heights: Ints, widths: Ints) -> Ints:
         """Return `image_grid_thw` [m, 3]."""
-        high, wide = smart_resize_image(heights, widths, self._factor, self.min_pixels, self.max_pixels)
-        return _stack_grid(np.ones_like(heights), high, wide, self.patch_size)
+        limits = self._factor, self.min_pixels, self.max_pixels
+        return self._stack(np.ones_like(heights), smart_resize_image(heights, widths, *limits))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameGrid(_Grid):
-    """Videos of Qwen2-VL, Qwen2.5-VL and Qwen3-Omni: the limits hold for each frame."""
+    """Videos of Qwen2-VL, Qwen2.5-VL and the Qwen Omni families: the limits hold for each frame."""
 
-    patch_size: int = 14
     temporal_patch_size: int = 2
     min_pixels: int = 100352
     max_pixels: int = 602112
@@ -207,7 +204,7 @@ class FrameGrid(_Grid):
 
     def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
         """Count clips."""
-        return _count_grid(self.grid_videos(frames, heights, widths), self.merge_size)
+        return self._count(self.grid_videos(frames, heights, widths))
 
     def grid_videos(self, frames: Ints, heights: Ints, widths: Ints) -> Ints:
         """Return `video_grid_thw` [m, 3]."""
@@ -216,8 +213,8 @@ class FrameGrid(_Grid):
             budget = int(self.capped_tokens * self._factor * self._factor * _CAP_SHARE)
             share = budget * self.temporal_patch_size // np.maximum(frames, 1)
             most = np.maximum(np.minimum(self.max_pixels, share), int(self.min_pixels * _CAP_FLOOR))
-        high, wide = smart_resize_image(heights, widths, self._factor, self.min_pixels, most)
-        return _stack_grid(-(-frames // self.temporal_patch_size), high, wide, self.patch_size)
+        sides = smart_resize_image(heights, widths, self._factor, self.min_pixels, most)
+        return self._stack(-(-frames // self.temporal_patch_size), sides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +230,7 @@ class ClipGrid(_Grid):
 
     def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
         """Count clips."""
-        return _count_grid(self.grid_videos(frames, heights, widths), self.merge_size)
+        return self._count(self.grid_videos(frames, heights, widths))
 
     def grid_videos(self, frames: Ints, heights: Ints, widths: Ints) -> Ints:
         """Return `video_grid_thw` [m, 3]."""
@@ -242,8 +239,8 @@ class ClipGrid(_Grid):
             share = np.minimum(self.capped_tokens * self._factor**2, self.max_pixels // np.maximum(frames, 1))
             most = np.maximum(share, int(self.min_pixels * _CAP_FLOOR)) * frames
         box = PixelBox(self._factor, self.min_pixels, most)
-        high, wide = resize_clip(frames, heights, widths, self.temporal_patch_size, box)
-        return _stack_grid(-(-frames // self.temporal_patch_size), high, wide, self.patch_size)
+        sides = resize_clip(frames, heights, widths, self.temporal_patch_size, box)
+        return self._stack(-(-frames // self.temporal_patch_size), sides)
 
     def find_problem(self, height: int, width: int) -> str | None:
         """Refuse extreme shapes, which are measured after small sides were scaled up to a whole factor."""
@@ -257,7 +254,6 @@ class ClipGrid(_Grid):
 class ClipGridImage(_Grid):
     """Images of GLM-4.6V, which resizes them as clips of one temporal patch."""
 
-    patch_size: int = 14
     temporal_patch_size: int = 2
     min_pixels: int = 12544
     max_pixels: int = 47040000
@@ -267,7 +263,7 @@ class ClipGridImage(_Grid):
 
     def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
         """Count images."""
-        return _count_grid(self.grid_images(heights, widths), self.merge_size)
+        return self._count(self.grid_images(heights, widths))
 
     def grid_images(self, heights: Ints, widths: Ints) -> Ints:
         """Return `image_grid_thw` [m, 3]."""

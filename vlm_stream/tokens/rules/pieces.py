@@ -1,6 +1,6 @@
 """Images cut into pieces of one size: views, tiles, rows of crops; videos whose frames all cost the same.
 
-Gemma-3, InternVL, Phi-4-multimodal, LLaVA-OneVision, SmolVLM, Step-3.7.
+Gemma-3, InternVL, Phi-4-multimodal, LLaVA-OneVision, SmolVLM, Pixtral, Step-3.7.
 """
 
 from __future__ import annotations
@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_stream.tokens.rules.base import MediaCounts, TakesAnySize, count_pieces
+from vlm_stream.tokens.rules import MediaCounts, TakesAnySize, count_pieces
 
 if TYPE_CHECKING:
-    from vlm_stream.tokens.rules.base import Floats, Ints
+    from vlm_stream.tokens.rules import Floats, Ints
 
-__all__ = ["AnyresImage", "FixedFrames", "FixedImage", "PaddedTiles", "RowCrops", "TileGrid", "WindowCrops"]
+__all__ = [
+    "AnyresImage",
+    "FixedFrames",
+    "FixedImage",
+    "PaddedTiles",
+    "RowCrops",
+    "RowGrid",
+    "TileGrid",
+    "WindowCrops",
+]
 
 _LEAST_SIDE = 10  # Phi-4-multimodal refuses images whose shorter side would be scaled below it
 _GLOBAL_TOKENS = 256 + 16 + 1  # its overview, the line ends of the overview, and the separator
@@ -288,6 +297,26 @@ def _scale_below(h: Floats, w: Floats, most: int) -> tuple[Floats, Floats]:
     new_h = np.where(is_wide, np.trunc(most / shape), most)
     new_w = np.where(is_wide, most, np.trunc(most * shape))
     return np.maximum(np.where(is_over, new_h, h), 1), np.maximum(np.where(is_over, new_w, w), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGrid(TakesAnySize):
+    """Images of Pixtral and Mistral-3: rows of tokens, each with a mark at its end; never enlarged."""
+
+    patch_size: int = 16
+    merge_size: int = 1
+    """Patches along the square that becomes one token."""
+    longest_side: int = 1024
+
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
+        """Count images."""
+        h, w = np.maximum(heights, 1), np.maximum(widths, 1)
+        scale = np.maximum(h / self.longest_side, w / self.longest_side)
+        token = self.patch_size * self.merge_size
+        sides = [np.where(scale > 1, np.floor(side / scale), side).astype(np.int64) for side in (h, w)]
+        rows, columns = ((side - 1) // token + 1 for side in sides)
+        patches = rows * columns * self.merge_size**2
+        return MediaCounts(rows * (columns + 1), patches, patches.astype(np.float64) ** 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
