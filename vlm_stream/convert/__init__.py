@@ -3,9 +3,9 @@
 Enters: records, or tars. Leaves: `shard-*.tar`, an index for each, the ledger and `dataset.json`. Must not be known
 here: plans, collation, how a model consumes a sample.
 
-Files, in the order the data meets them: `options`, `order` (which record goes where), `job` (what a restart must know),
-`engines`, `shard_task` (one shard), `media_bytes`, `sample`, `counting`, `tar`, `writer`, `rows` (the index), `layout`
-(names), `convert` (the whole); `foreign` (tars made elsewhere); `verify`, `recount`, `stats`.
+Files, in the order the data meets them: `options`, `job` (which record goes where, and what a restart must know),
+`engines`, `shard_task` (one shard), `media_bytes`, `sample`, `counting`, `tar`, `rows` (the tar and the index),
+`convert` (the whole); `foreign` (tars made elsewhere); `verify`, `recount`, `stats`.
 """
 
 from __future__ import annotations

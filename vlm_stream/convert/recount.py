@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.conversation import iter_media
 from vlm_stream.convert.counting import open_counter
-from vlm_stream.convert.engines import LocalEngine
+from vlm_stream.convert.engines import LocalEngine, choose_workers
 from vlm_stream.convert.rows import SampleCounts, check_fits_index, recounted_index
 from vlm_stream.convert.sample import picked_frames
 from vlm_stream.errors import BadSampleError, blame_sample
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["RecountReport", "recount"]
 
 _NUM_THREADS: Final = 16
+_SECONDS_PER_SAMPLE: Final = 1.5e-3
+"""About what one process counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,7 @@ class _Recounter:
     root: str
     tars: str
     fields: FieldMap
-    processor: str | None
+    processor: Any
     store: StoreOptions | None
 
     def __call__(self, shard: ShardEntry) -> tuple[ShardEntry, int, list[BadSample]]:
@@ -131,9 +133,9 @@ def _refused(shard: str, key: str, offset: int, error: BadSampleError) -> BadSam
 
 def recount(
     url: str,
-    processor: str | None,
+    processor: Any,
     *,
-    workers: int = 1,
+    workers: int | None = None,
     store: StoreOptions | None = None,
     on_shard: Callable[[ShardEntry, int], None] | None = None,
 ) -> RecountReport:
@@ -141,8 +143,8 @@ def recount(
 
     Args:
         url: The dataset's folder or URL.
-        processor: Name or path of a transformers processor; None goes back to estimates, without labels.
-        workers: Shards at a time.
+        processor: A transformers processor, or the name or path of one; None goes back to estimates, without labels.
+        workers: Shards at a time; None: as many as pay for their start.
         store: How to reach object stores.
         on_shard: Called with every recounted shard and the number of shards, for progress.
     """
@@ -153,6 +155,10 @@ def recount(
     entries: dict[str, ShardEntry] = {}
     refused: dict[str, list[BadSample]] = {}
     num_changed = 0
+    counter = open_counter(processor)
+    if workers is None:
+        seconds = manifest.totals.samples * _SECONDS_PER_SAMPLE
+        workers = choose_workers(seconds, len(manifest.shards), with_processor=processor is not None)
     for entry, changed, bad in LocalEngine(workers).run(task, manifest.shards):
         entries[entry.name], refused[entry.name] = entry, bad
         num_changed += changed
@@ -161,13 +167,13 @@ def recount(
     counted = replace(
         manifest,
         shards=ShardList.of(entries[shard.name] for shard in manifest.shards),
-        tokens=open_counter(processor).note,
+        tokens=counter.note,
     )
     save_manifest(dataset, counted)
     return RecountReport(
         url=dataset.root,
         digest=counted.digest,
-        processor=processor or "",
+        processor=counter.note.processor,
         tokens_before=manifest.totals.text_tokens,
         tokens_after=counted.totals.text_tokens,
         labels_after=counted.totals.label_tokens,
