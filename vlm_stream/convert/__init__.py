@@ -13,12 +13,13 @@ from __future__ import annotations
 from vlm_stream.convert.convert import ShardReport, make_shards
 from vlm_stream.convert.foreign import IndexOptions, index_tars
 from vlm_stream.convert.options import ShardOptions
-from vlm_stream.convert.recount import RecountReport, recount
+from vlm_stream.convert.recount import GuessFit, RecountReport, fit_guess, recount
 from vlm_stream.convert.stats import DatasetStats, Histogram, dataset_stats
 from vlm_stream.convert.verify import Problem, VerifyReport, verify_dataset
 
 __all__ = [
     "DatasetStats",
+    "GuessFit",
     "Histogram",
     "IndexOptions",
     "Problem",
@@ -27,6 +28,7 @@ __all__ = [
     "ShardReport",
     "VerifyReport",
     "dataset_stats",
+    "fit_guess",
     "index_tars",
     "make_shards",
     "recount",
