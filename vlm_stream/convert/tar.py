@@ -252,6 +252,9 @@ class _Pass:
 
 
 def _parse_header(block: bytes, position: int) -> tarfile.TarInfo:
+    packed = next((name for magic, name in _PACKED if position == 0 and block.startswith(magic)), None)
+    if packed:
+        raise _DamageError(f"the file is no tar but packed by {packed}; unpack it first.")
     if len(block) < tarfile.BLOCKSIZE:
         raise _DamageError(f"the tar ends inside the header at byte {position}: it was cut short.")
     try:
@@ -259,9 +262,6 @@ def _parse_header(block: bytes, position: int) -> tarfile.TarInfo:
         if info.size < 0:
             raise tarfile.HeaderError(f"size {info.size}")
     except (tarfile.HeaderError, ValueError) as error:
-        packed = next((name for magic, name in _PACKED if position == 0 and block.startswith(magic)), None)
-        if packed:
-            raise _DamageError(f"the file is no tar but packed by {packed}; unpack it first.") from None
         fault = f"the header at byte {position} is damaged ({error}): what follows it cannot be trusted."
         raise _DamageError(fault, block) from None
     return info
