@@ -46,13 +46,17 @@ class BadSample:
     """The shard's file name, once the sample lies in one."""
     offset: int = -1
     """Byte offset in the shard."""
+    entry: str = ""
+    """The meta file's entry, once the sample lies in a shard."""
+    id: str = ""
+    """Its own id, where `sample` is its key."""
     origin: str = ""
     """Where the record stands in the input, while that is known: its file and its place there."""
 
     def __post_init__(self) -> None:
         """Keep the sentence short, and spell what UTF-8 cannot hold: names in tars, halves of surrogate pairs."""
         object.__setattr__(self, "detail", shorten(self.detail))
-        for name in ("source", "sample", "detail", "shard", "origin"):
+        for name in ("source", "sample", "detail", "shard", "entry", "id", "origin"):
             text = getattr(self, name)
             if len(text) > _NAME_CHARACTERS and name != "detail":
                 object.__setattr__(self, name, text := shorten(text, _NAME_CHARACTERS))
@@ -73,7 +77,9 @@ class BadSample:
         """Return the form in which people read it in a log."""
         origin = f" ({self.origin})" if self.origin else ""
         place = f" in {self.shard}" + (f" at byte {self.offset}" if self.offset >= 0 else "") if self.shard else ""
-        return f"{self.source}: {self.sample}{origin}{place}: {self.stage}: {self.reason}: {self.detail}"
+        own = " ".join(filter(None, (self.entry, self.id)))
+        name = f"{self.sample} ({own})" if own else self.sample
+        return f"{self.source}: {name}{origin}{place}: {self.stage}: {self.reason}: {self.detail}"
 
 
 class Ledger:

@@ -150,7 +150,7 @@ class _Counter:
 
     def __call__(self, source: int, shards: Sequence[int]) -> SampleColumns:
         with self.datasets.lock:
-            media, _, _ = self.datasets.opened[source].media(shards)
+            media = self.datasets.opened[source].media(shards)
         counted = count_tokens(media, self.geometry)
         if self.fits and (fit := self.fits[source]) is not None:
             safe = fit.correct(counted.tokens, media.text_tokens, self.capacity)
@@ -246,6 +246,8 @@ class Plan:
             span,
             drawn.sizes,
             tuple(name for name, *_ in whole.members),
+            drawn.entry,
+            drawn.id,
         )
 
     def _entry(self, note: Dropped) -> BadSample:
@@ -261,6 +263,8 @@ class Plan:
             ),
             shard=drawn.span.path,
             offset=drawn.span.offset,
+            entry=drawn.entry,
+            id=drawn.id or "",
         )
 
 

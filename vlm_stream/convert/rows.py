@@ -58,6 +58,10 @@ class SampleRow:
     """One sample in its shard."""
 
     key: str
+    id: str | None = None
+    """The record's own; None: it has none."""
+    entry: str = ""
+    """Name of the meta file's entry, or of the file, that it came from."""
     offset: int
     size: int
     crc32c: int
@@ -71,6 +75,8 @@ class SampleRow:
         sizes = self.sizes
         return (
             self.key,
+            self.id or None,
+            self.entry,
             self.offset,
             self.size,
             self.crc32c,
@@ -152,6 +158,8 @@ class ShardWriter:
         self.rows.append(
             SampleRow(
                 key=key,
+                id=sample.id,
+                entry=sample.entry,
                 offset=begin,
                 size=position - begin,
                 crc32c=crc,
