@@ -138,7 +138,5 @@ def summary(report: ShardReport) -> dict[str, str]:
     if report.kept:
         rows["kept in part"] = f"{sum(report.kept.values()):,}"
         rows |= {f"  {reason} ": f"{count:,}" for reason, count in sorted(report.kept.items(), key=lambda x: -x[1])}
-    if report.num_dropped or report.kept:
-        rows["ledger"] = report.ledger
     rows["seconds"] = f"{report.seconds:.1f}"
     return rows

@@ -62,7 +62,7 @@ JOB_FOLDER: Final = ".job"
 """What an unfinished conversion remembers; gone once the manifest is written."""
 _JOB_FILE: Final = f"{JOB_FOLDER}/job.json"
 _NUM_PROBES: Final = 64
-_SHARD_FORMAT: Final = 2
+_SHARD_FORMAT: Final = 3
 """Of tars and their indexes; what a manifest looks like does not keep a conversion from going on."""
 _NUM_THREADS: Final = 16
 _WORDS: Final = {
