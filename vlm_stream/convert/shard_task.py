@@ -114,19 +114,26 @@ class RecordSizer:
 
 
 def seconds_per_record(context: ShardContext) -> float:
-    """Return what a record costs, from a few of them, spread over the input: whether further processes would pay."""
+    """Return what a record costs, from a few of them, spread over the input: whether further processes would pay.
+
+    Each is timed twice and the shorter time counts: the first may load libraries, and others use the machine.
+    """
     times = []
     begin = time.perf_counter()
     for number in np.linspace(0, len(context.source) - 1, _NUM_PROBES).astype(int).tolist():
-        start = time.perf_counter()
-        try:
-            context.build(context.source.read(number))
-        except Exception as error:
-            blame_sample(error, "convert", "bad_record", "the record cannot be made a sample")
-        times.append(time.perf_counter() - start)
-        if len(times) > 1 and time.perf_counter() - begin > _PROBE_SECONDS:
+        times.append(min(_time_record(context, number) for _ in range(2)))
+        if time.perf_counter() - begin > _PROBE_SECONDS:
             break
-    return sum(times[1:]) / max(len(times) - 1, 1)  # the first one loads libraries
+    return sum(times) / len(times)
+
+
+def _time_record(context: ShardContext, number: int) -> float:
+    begin = time.perf_counter()
+    try:
+        context.build(context.source.read(number))
+    except Exception as error:
+        blame_sample(error, "convert", "bad_record", "the record cannot be made a sample")
+    return time.perf_counter() - begin
 
 
 def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
