@@ -18,7 +18,7 @@ from vlm_stream.convert.media_bytes import MediaReader
 from vlm_stream.errors import BadSampleError
 from vlm_stream.format import load_manifest, read_index
 from vlm_stream.storage import RetryOptions, StoreOptions, open_store
-from vlm_stream.testing import build_processor, make_jpeg, make_rotated_jpeg
+from vlm_stream.testing import build_processor, make_jpeg
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,6 +109,14 @@ def test_escapes_of_file_urls_are_read(tmp_path: Path) -> None:
         MediaReader().read("file://host/x.jpg", None)
 
 
+def _make_turned_jpeg(height: int, width: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter to the right
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), (9, 99, 199)).save(buffer, "JPEG", exif=exif)
+    return buffer.getvalue()
+
+
 def _write(path: Path, images: list[object], text: str = "<image>what?") -> Path:
     answer = {"role": "assistant", "content": "this"}
     records = [{"messages": [{"role": "user", "content": text}, answer], "images": [image]} for image in images]
@@ -132,7 +140,7 @@ def test_avif_without_its_extension_is_an_image(tmp_path: Path) -> None:
 
 def test_images_are_turned_if_the_conversion_was_told_to(tmp_path: Path) -> None:
     """In the index, by a recount, and in batches, also beside a dataset that is not turned."""
-    for name, data in (("side.jpg", make_rotated_jpeg(56, 112, orientation=6)), ("plain.jpg", make_jpeg(56, 112))):
+    for name, data in (("side.jpg", _make_turned_jpeg(56, 112)), ("plain.jpg", make_jpeg(56, 112))):
         (tmp_path / name).write_bytes(data)
     processor = build_processor("qwen2_5_vl")
     processor.save_pretrained(tmp_path / "processor")
