@@ -171,13 +171,18 @@ class _Counter:
             SourceSpec(
                 name=source.name,
                 samples_per_shard=tuple(dataset.manifest.shards.column("samples")),
-                digest=dataset.manifest.digest,
+                digest=f"{dataset.manifest.digest}{self._correction(number)}",
                 weight=source.weight,
                 sample_ratio=source.sample_ratio,
                 tokens_per_sample=self._mean_tokens(number) if weigh_by == "tokens" else 1.0,
             )
             for number, (source, dataset) in enumerate(zip(self.datasets.sources, self.datasets.opened, strict=True))
         ]
+
+    def _correction(self, source: int) -> str:
+        """Return what lengths depend on beside the index: a state made with others would cut other packs."""
+        fit = self.fits[source] if self.fits else None
+        return f"+{fit.slope},{fit.offset},{fit.margin}" if fit else ""
 
     def _mean_tokens(self, source: int) -> float:
         """Return the mean of the largest shard: to read every index would take as long as an epoch of planning."""
@@ -302,9 +307,8 @@ def open_plan(
         fits = datasets.fit_guesses(processor, geometry, options)
     # Where lengths are guesses, nobody knows which samples will be cut.
     are_labels_known = geometry.is_exact or options.long_samples != "truncate"
-    corrected = "+" + repr([fit and fit[:3] for fit in fits]) if any(fits) else ""
     config = options.plan(
-        f"{geometry.digest()}+{fake_tokens}{corrected}",
+        f"{geometry.digest()}+{fake_tokens}",
         text=text,
         weights_given=any(source.has_weight for source in sources),
     )

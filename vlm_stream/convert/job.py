@@ -16,6 +16,7 @@ import json
 import posixpath
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -25,6 +26,7 @@ from vlm_stream.errors import ConfigError, DatasetError, NotFoundError, StorageE
 from vlm_stream.format import MANIFEST, Manifest, ShardEntry, Totals, index_name
 from vlm_stream.ledger import BadSample
 from vlm_stream.plan import mix64
+from vlm_stream.storage import scheme_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -236,6 +238,8 @@ def open_target(store: Store, options: ShardOptions, parameters: dict[str, Any])
         ConfigError: It holds something else; the sentence says what differs.
     """
     fresh = f"Give another target, or replace what is there with {options.say('overwrite', True)}."
+    if scheme_of(store.root) == "file" and Path(store.root).is_file():
+        raise ConfigError(f"{store.root} is a file, so it cannot be a dataset's folder. Give another target.")
     try:
         text = store.get(MANIFEST)
     except NotFoundError:
