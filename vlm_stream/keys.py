@@ -17,6 +17,9 @@ IGNORE: Final = -100
 FAKE_IMAGE_SIZE: Final = (56, 56)
 """Height and width of the white image that text-only samples get where every rank must run the vision tower."""
 
+EXIF_ROTATE: Final = "exif_rotate"
+"""True in media items whose images are turned as their EXIF orientation says; indexes hold the turned sizes."""
+
 INJECTED_FAKE_KEY: Final = "_injected_fake"
 """True in examples whose only image is the fake one."""
 

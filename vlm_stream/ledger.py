@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _TOLD: Final = 10
 """How many of the newest stand in a message."""
+_NAME_CHARACTERS: Final = 500
+"""Of an id or a path: records may hold anything there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +50,16 @@ class BadSample:
     """The meta file's entry, once the sample lies in a shard."""
     id: str = ""
     """Its own id, where `sample` is its key."""
+    origin: str = ""
+    """Where the record stands in the input, while that is known: its file and its place there."""
 
     def __post_init__(self) -> None:
         """Keep the sentence short, and spell what UTF-8 cannot hold: names in tars, halves of surrogate pairs."""
         object.__setattr__(self, "detail", shorten(self.detail))
-        for name in ("source", "sample", "detail", "shard", "entry", "id"):
+        for name in ("source", "sample", "detail", "shard", "entry", "id", "origin"):
             text = getattr(self, name)
+            if len(text) > _NAME_CHARACTERS and name != "detail":
+                object.__setattr__(self, name, text := shorten(text, _NAME_CHARACTERS))
             if not text.isascii():
                 object.__setattr__(self, name, text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
@@ -69,10 +75,11 @@ class BadSample:
 
     def __str__(self) -> str:
         """Return the form in which people read it in a log."""
+        origin = f" ({self.origin})" if self.origin else ""
         place = f" in {self.shard}" + (f" at byte {self.offset}" if self.offset >= 0 else "") if self.shard else ""
         own = " ".join(filter(None, (self.entry, self.id)))
         name = f"{self.sample} ({own})" if own else self.sample
-        return f"{self.source}: {name}{place}: {self.stage}: {self.reason}: {self.detail}"
+        return f"{self.source}: {name}{origin}{place}: {self.stage}: {self.reason}: {self.detail}"
 
 
 class Ledger:

@@ -23,7 +23,7 @@ from vlm_stream.errors import ConfigError, DatasetError, nearest_name
 from vlm_stream.format import IndexCache, OpenDataset
 from vlm_stream.keys import FAKE_IMAGE_SIZE
 from vlm_stream.ledger import BadSample
-from vlm_stream.plan import Planner, SampleColumns, SourceSpec, step_at
+from vlm_stream.plan import PackConfig, Planner, SampleColumns, SourceSpec, step_at
 from vlm_stream.tokens import (
     Geometry,
     ImageSize,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from vlm_stream.convert import GuessFit
     from vlm_stream.format import Drawn
     from vlm_stream.options import StreamOptions
     from vlm_stream.plan import Dropped, Ref, Step
@@ -129,6 +130,31 @@ class Datasets:
                     f"so none of them could be encoded; give the model's processor (AutoProcessor.from_pretrained)"
                 )
 
+    def fit_guesses(self, processor: Any, geometry: Geometry, options: StreamOptions) -> tuple[GuessFit | None, ...]:
+        """Return how to correct the text lengths of each source that were guessed; None for those that were not.
+
+        Packs of guessed lengths would overflow, and what does not fit its row is lost.
+        """
+        from vlm_stream.convert import fit_guess
+
+        if options.mode != "packed":
+            return (None,) * len(self.opened)
+        fits = []
+        for source, dataset in zip(self.sources, self.opened, strict=True):
+            is_guess = not dataset.manifest.tokens.template_sha256
+            fit = fit_guess(dataset, processor, geometry, options.store) if is_guess else None
+            fits.append(fit)
+            if fit is not None:
+                logger.warning(
+                    "packs of %s are planned with %.3g times its guessed text and %.3g tokens a sample, as %d of its "
+                    "samples need; rows would be fuller if all were counted",
+                    source.url,
+                    fit.slope * fit.margin,
+                    fit.offset * fit.margin,
+                    fit.num_samples,
+                )
+        return tuple(fits)
+
     def draw(self, refs: Sequence[Ref]) -> list[Drawn]:
         """Look samples up."""
         found: dict[Ref, Drawn] = {}
@@ -171,11 +197,18 @@ class _Counter:
     """What the image costs that text-only samples get; 0: they get none."""
     text: str
     """Digest of template and tokenizer: labels are known where they were counted for it."""
+    fits: tuple[GuessFit | None, ...] = ()
+    """How to correct guessed text, for each source."""
+    capacity: int = 0
+    """Of a row."""
 
     def __call__(self, source: int, shards: Sequence[int]) -> SampleColumns:
         with self.datasets.lock:
             media = self.datasets.opened[source].media(shards)
         counted = count_tokens(media, self.geometry)
+        if self.fits and (fit := self.fits[source]) is not None:
+            safe = fit.correct(counted.tokens, media.text_tokens, self.capacity)
+            counted = replace(counted, tokens=safe)
         fake = np.where(_num_media(media) == 0, self.fake_tokens, 0)  # [n]
         is_ours = self.text and self.datasets.opened[source].manifest.tokens.template_sha256 == self.text
         return SampleColumns(
@@ -192,13 +225,18 @@ class _Counter:
             SourceSpec(
                 name=source.name,
                 samples_per_shard=tuple(dataset.samples_per_shard),
-                digest=dataset.digest,
+                digest=f"{dataset.digest}{self._correction(number)}",
                 weight=source.weight,
                 sample_ratio=source.sample_ratio,
                 tokens_per_sample=self._mean_tokens(number) if weigh_by == "tokens" else 1.0,
             )
             for number, (source, dataset) in enumerate(zip(self.datasets.sources, self.datasets.opened, strict=True))
         ]
+
+    def _correction(self, source: int) -> str:
+        """Return what lengths depend on beside the index: a state made with others would cut other packs."""
+        fit = self.fits[source] if self.fits else None
+        return f"+{fit.slope},{fit.offset},{fit.margin}" if fit else ""
 
     def _mean_tokens(self, source: int) -> float:
         """Return the mean of the largest shard: to read every index would take as long as an epoch of planning."""
@@ -321,17 +359,20 @@ def open_plan(
             )
         fake_tokens = _count_fake_image(processor, geometry)
     text = ""
+    fits: tuple[GuessFit | None, ...] = (None,) * len(datasets.opened)
     if processor is not None:
         text = template_digest(processor)
         datasets.check_counted_for(text)
+        fits = datasets.fit_guesses(processor, geometry, options)
     # Where lengths are guesses, nobody knows which samples will be cut.
     are_labels_known = geometry.is_exact or options.long_samples != "truncate"
-    read = _Counter(datasets, geometry, fake_tokens, text if are_labels_known else "")
     config = options.plan(
         f"{geometry.digest()}+{fake_tokens}",
         text=text,
         weights_given=any(source.has_weight for source in datasets.sources),
     )
+    capacity = config.mode.capacity - fake_tokens if isinstance(config.mode, PackConfig) else 0
+    read = _Counter(datasets, geometry, fake_tokens, text if are_labels_known else "", fits, capacity)
     named = tuple(
         (source.name, dataset.manifest.fields)
         for source, dataset in zip(datasets.sources, datasets.opened, strict=True)

@@ -46,9 +46,12 @@ def test_tool_runs_by_path_from_anywhere(meta: Path, tmp_path: Path) -> None:
     assert "make-shards: 1/1 shards, 40 samples, " in result.stderr
 
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0
+    assert "holds this dataset already" in result.stderr
+    result = subprocess.run([*command, "--no-resume"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
-    assert "already holds a finished dataset" in result.stderr
+    assert "holds a finished dataset; nothing was written" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -81,7 +84,13 @@ def test_summary_names_what_was_dropped_and_nothing_usable_is_a_failure(
     arguments = [str(data), str(tmp_path / "out"), "--workers", "1"]
     arguments += ["--columns", "messages=conversations,images=image"]
     arguments += ["--tags", "role_tag=from,content_tag=value,user_tag=human"]
-    assert run("make-shards", arguments) == 1
+    assert run("make-shards", [*arguments, "--bad-budget", "1"]) == 1
+    told = capsys.readouterr().err
+    assert "1 x missing_file" in told
+    assert "1 x broken_json" in told
+    good = {"conversations": [{"from": "human", "value": "?"}]}
+    data.write_text(data.read_text() + json.dumps(good) + "\n")
+    assert run("make-shards", [*arguments, "--bad-budget", "1", "--overwrite"]) == 0
     output = capsys.readouterr().out
     assert "convert: missing_file" in output
     assert "convert: broken_json" in output

@@ -17,7 +17,7 @@ import pytest
 
 from vlm_stream.convert import make_shards, media_bytes
 from vlm_stream.convert.media_bytes import MediaReader
-from vlm_stream.errors import SourceError
+from vlm_stream.errors import BadBudgetError, SourceError
 from vlm_stream.format import load_manifest, read_index
 from vlm_stream.ledger import BadSample
 from vlm_stream.storage import open_store
@@ -74,7 +74,7 @@ def _convert(
     records: list[object], folder: Path, tmp_path: Path, **settings: object
 ) -> tuple[dict[str, BadSample], int]:
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    report = make_shards(tmp_path / "data.jsonl", tmp_path / "out", media_dir=str(folder), **settings)
+    report = make_shards(tmp_path / "data.jsonl", tmp_path / "out", media_dir=str(folder), bad_budget=1, **settings)
     lines = (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()
     return {bad.sample: bad for bad in map(BadSample.from_json, lines)}, report.totals.samples
 
@@ -155,7 +155,8 @@ def test_confined_media_do_not_leave_their_folder(media: Path, tmp_path: Path, w
 def test_confining_needs_a_folder(media: Path, tmp_path: Path) -> None:
     path = tmp_path / "bare.jsonl"
     path.write_text(json.dumps(_record("image", str(media / "good.jpg"))))
-    make_shards(path, tmp_path / "bare", confine_media=True)
+    with pytest.raises(BadBudgetError, match="1 of 1 records cannot be used, and a dataset without samples"):
+        make_shards(path, tmp_path / "bare", confine_media=True)
     assert "its source has no media_dir" in (tmp_path / "bare" / "ledger.jsonl").read_text()
 
 
@@ -241,13 +242,14 @@ def test_extension_follows_the_bytes(media: Path, tmp_path: Path) -> None:
 
 def test_mismatches_are_dropped_kept_or_raised(media: Path, tmp_path: Path) -> None:
     surplus = {"id": "s", "messages": [{"role": "user", "content": "<image><image>hi"}], "images": ["good.jpg"]}
-    bad, num_samples = _convert([surplus], media, tmp_path)
-    assert (bad[f"{tmp_path}/data.jsonl:1"].reason, num_samples) == ("surplus_placeholder", 0)
+    good = {"id": "g", "messages": [{"role": "user", "content": "hi"}]}
+    bad, num_samples = _convert([surplus, good], media, tmp_path)
+    assert (bad[f"{tmp_path}/data.jsonl:1"].reason, num_samples) == ("surplus_placeholder", 1)
 
     report = make_shards(
         tmp_path / "data.jsonl", tmp_path / "kept", media_dir=str(media), on_mismatch="keep", samples_per_shard=5
     )
-    assert (report.totals.samples, report.dropped, report.kept) == (1, {}, {"surplus_placeholder": 1})
+    assert (report.totals.samples, report.dropped, report.kept) == (2, {}, {"surplus_placeholder": 1})
     kept = BadSample.from_json((tmp_path / "kept" / "ledger.jsonl").read_text())
     assert (kept.stage, kept.reason) == ("kept", "surplus_placeholder")
 
@@ -261,7 +263,7 @@ def test_unreadable_records_are_named_with_their_source(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"messages": 5}\n')
     meta = tmp_path / "meta.json"
     meta.write_text(json.dumps({"first": {"file_name": "a.jsonl"}, "second": {"file_name": "b.jsonl"}}))
-    report = make_shards(meta, tmp_path / "out")
+    report = make_shards(meta, tmp_path / "out", bad_budget=1)
     assert report.totals.samples == 1
     bad = [BadSample.from_json(line) for line in (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()]
     assert [(found.source, found.reason) for found in bad] == [

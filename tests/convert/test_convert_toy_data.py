@@ -94,13 +94,15 @@ def test_webdataset_reads_the_shards(toy_shards: Path) -> None:
             assert sample[item[item["type"]]]
 
 
-def test_finished_target_is_not_written_to(toy_meta: Path, toy_shards: Path, digests) -> None:
+def test_finished_target_is_not_written_to(toy_meta: Path, toy_shards: Path, digests, caplog) -> None:
     before = digests(toy_shards)
-    with pytest.raises(ConfigError, match="already holds a finished dataset; nothing was written"):
-        make_shards(toy_meta, toy_shards, samples_per_shard=64)
-    with pytest.raises(ConfigError, match="made from other input or with other options"):
-        make_shards(toy_meta, toy_shards, samples_per_shard=65, resume=True)
-    assert make_shards(toy_meta, toy_shards, samples_per_shard=64, resume=True).num_kept == 4
+    with pytest.raises(ConfigError, match=r"holds a finished dataset; nothing was written.*overwrite=True"):
+        make_shards(toy_meta, toy_shards, samples_per_shard=64, resume=False)
+    with pytest.raises(ConfigError, match=r"of another conversion \(samples_per_shard was 64 and is 65\); nothing was"):
+        make_shards(toy_meta, toy_shards, samples_per_shard=65)
+    report = make_shards(toy_meta, toy_shards, samples_per_shard=64)
+    assert (report.num_kept, report.totals.samples) == (4, 200)
+    assert "holds this dataset already" in caplog.text
     assert digests(toy_shards) == before
 
 

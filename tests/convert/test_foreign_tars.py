@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import shutil
@@ -19,6 +20,9 @@ from vlm_stream.testing import make_jpeg, make_mp4
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+_PAIR = (("jpg", make_jpeg(20, 30)), ("txt", b"x"))
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) -> Path:
@@ -199,20 +203,48 @@ def test_bad_samples_of_foreign_tars_are_left_out_and_named(tmp_path: Path) -> N
     assert verify_dataset(str(tmp_path)).problems == ()
 
 
-def test_damaged_tar_is_indexed_up_to_the_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "byte", "kept"),
+    [
+        ("3.jpg", 150, "0124"),  # in the checksum: the name says whose member is lost
+        ("3.jpg", 0, "0124"),  # in the name: what is left of 3 lacks an image
+        ("3.txt", 150, "0124"),
+        ("3.txt", 0, "0124"),
+        ("4.txt", 150, "0123"),  # nothing follows
+        ("0.jpg", 150, "1234"),
+    ],
+)
+def test_a_damaged_header_costs_its_own_sample_and_no_other(tmp_path: Path, name: str, byte: int, kept: str) -> None:
     members = [(f"{n}.{kind}", data) for n in range(5) for kind, data in (("jpg", make_jpeg(20, 30)), ("txt", b"x"))]
     path = write_tar(tmp_path / "x.tar", members, tarfile.USTAR_FORMAT)
     with tarfile.open(path) as tar:
-        offset = tar.getmember("3.jpg").offset
+        offset = tar.getmember(name).offset
     data = bytearray(path.read_bytes())
-    data[offset + 10] ^= 0xFF
+    data[offset + byte] ^= 0x40
     path.write_bytes(bytes(data))
     manifest = index_tars([str(path)])
-    assert manifest.totals.samples == 2  # the third may have lost a member
-    (bad,) = (BadSample.from_json(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines())
-    assert bad.reason == "damaged_tar"
-    assert f"header at byte {offset} is damaged" in bad.detail
+    assert "".join(conversations(tmp_path)) == kept
+    bad = [BadSample.from_json(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert {found.reason for found in bad} <= {"damaged_tar", "no_media"}
+    assert any(f"header at byte {offset} is damaged" in found.detail for found in bad)
+    assert name[0] in {found.sample for found in bad}
     assert manifest.shards[0].crc32c == crc32c_of(path.read_bytes())
+    assert verify_dataset(str(tmp_path)).problems == ()
+
+
+def test_tars_joined_by_cat_are_indexed_whole(tmp_path: Path) -> None:
+    parts = [write_tar(tmp_path / f"{p}.part", [(f"{p}{n}.{k}", d) for n in range(3) for k, d in _PAIR]) for p in "ab"]
+    (tmp_path / "joined.tar").write_bytes(b"".join(part.read_bytes() for part in parts))
+    manifest = index_tars([str(tmp_path / "joined.tar")])
+    assert list(conversations(tmp_path)) == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    assert manifest.dropped == {}
+    assert verify_dataset(str(tmp_path)).problems == ()
+
+
+def test_a_packed_file_named_tar_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_bytes(gzip.compress(write_tar(tmp_path / "x", [("1.jpg", b"x")]).read_bytes()))
+    with pytest.raises(ConfigError, match=r"x.tar: the file is no tar but packed by gzip; unpack it first"):
+        index_tars([str(tmp_path / "x.tar")])
 
 
 def test_what_cannot_be_indexed_is_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_stream.convert.order import cut_by_bytes, cut_by_count, record_order
+from vlm_stream.convert.job import cut_by_bytes, cut_by_count, record_order
 
 
 @given(st.integers(0, 500), st.one_of(st.none(), st.integers(0, 2**64 - 1)))

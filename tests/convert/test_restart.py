@@ -66,17 +66,17 @@ def test_killed_and_resumed_gives_the_same_bytes(toy_meta: Path, tmp_path: Path,
     (cut / ".job" / "shard-000049.tar.leftover.tmp").write_bytes(b"what a killed writer leaves")
     (cut / ".vlm-stream-leftover").write_bytes(b"what a killed write of the store leaves")
 
-    with pytest.raises(ConfigError, match=r"unfinished conversion; nothing was written.*--resume"):
-        make_shards(toy_meta, cut, samples_per_shard=4)
+    with pytest.raises(ConfigError, match=r"unfinished conversion; nothing was written.*overwrite=True"):
+        make_shards(toy_meta, cut, samples_per_shard=4, resume=False)
     with pytest.raises(ConfigError, match="samples_per_shard was 4 and is 5"):
-        make_shards(toy_meta, cut, samples_per_shard=5, resume=True)
+        make_shards(toy_meta, cut, samples_per_shard=5)
     num_notes = len(list(cut.glob(".job/shard-??????.json")))
     finished = sorted(cut.glob(".job/shard-??????.json"))[:3]
     (cut / f"{finished[0].stem}.tar").write_bytes(b"cut short")  # as after a power cut
     (cut / f"{finished[1].stem}.index.parquet").write_bytes(b"cut short")
     finished[2].write_bytes(b"")
 
-    report = make_shards(toy_meta, cut, samples_per_shard=4, resume=True)
+    report = make_shards(toy_meta, cut, samples_per_shard=4)
     make_shards(toy_meta, whole, samples_per_shard=4)
     assert 0 < report.num_kept == num_notes - 3 < report.num_shards == 50
     assert digests(cut) == digests(whole)
@@ -93,7 +93,7 @@ def test_full_disk_ends_with_a_sentence_and_can_be_continued(
     assert result.returncode == 1
     assert "shard-000000.tar could not be written (File too large); what is finished is kept" in result.stderr
     assert "Traceback" not in result.stderr
-    make_shards(toy_meta, tmp_path / "out", samples_per_shard=64, resume=True)
+    make_shards(toy_meta, tmp_path / "out", samples_per_shard=64)
     assert digests(tmp_path / "out") == digests(toy_shards)
 
 
@@ -113,7 +113,7 @@ def test_a_shard_that_the_disk_lost_is_written_again(toy_meta: Path, tmp_path: P
     with pytest.raises(StorageError, match=r"shard-000001.tar could not be brought to disk \(Input/output error\)"):
         make_shards(toy_meta, tmp_path / "cut", samples_per_shard=64)
     assert failed
-    make_shards(toy_meta, tmp_path / "cut", samples_per_shard=64, resume=True)
+    make_shards(toy_meta, tmp_path / "cut", samples_per_shard=64)
     make_shards(toy_meta, tmp_path / "whole", samples_per_shard=64)
     assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
 
@@ -133,9 +133,9 @@ def test_shards_are_on_disk_before_the_manifest_promises_them(write_jsonl, tmp_p
     shards = {f"shard-{number:06d}{end}" for number in range(4) for end in (".tar", ".index.parquet")}
     with pytest.raises(BadBudgetError):
         make_shards(path, tmp_path / "out", samples_per_shard=1, bad_budget=0.2)
-    for settings in ({"resume": True}, {"overwrite": True}):  # all shards of an earlier run; all of this one
+    for settings in ({}, {"overwrite": True}):  # all shards of an earlier run; all of this one
         flushed.clear()
-        make_shards(path, tmp_path / "out", samples_per_shard=1, **settings)
+        make_shards(path, tmp_path / "out", samples_per_shard=1, bad_budget=0.3, **settings)
         manifest = max(number for number, name in enumerate(flushed) if name.startswith(".vlm-stream-"))
         assert shards <= set(flushed[:manifest])
 
@@ -153,7 +153,7 @@ def test_damaged_job_file_is_refused(toy_meta: Path, tmp_path: Path) -> None:
     (tmp_path / ".job").mkdir()
     (tmp_path / ".job" / "job.json").write_text("{")
     with pytest.raises(ConfigError, match=r"job\.json is damaged"):
-        make_shards(toy_meta, tmp_path, resume=True)
+        make_shards(toy_meta, tmp_path)
 
 
 def test_byte_limit_holds_without_gaps_or_waste(toy_meta: Path, tmp_path: Path) -> None:
@@ -176,10 +176,10 @@ def test_sample_beyond_the_byte_limit_is_alone(write_jsonl, tmp_path: Path) -> N
 def test_bad_budget_stops_before_the_manifest_and_can_be_raised(write_jsonl, tmp_path: Path) -> None:
     good = {"messages": [{"role": "user", "content": "hello"}]}
     path = write_jsonl([good, {"messages": None}, good, good])
-    with pytest.raises(BadBudgetError, match=r"1 of 4 records were bad, more than the budget of 20.00%"):
+    with pytest.raises(BadBudgetError, match=r"1 of 4 records cannot be used, more than bad_budget allows \(20.00% "):
         make_shards(path, tmp_path / "out", bad_budget=0.2)
     assert not (tmp_path / "out" / "dataset.json").exists()
-    report = make_shards(path, tmp_path / "out", bad_budget=0.3, resume=True)
+    report = make_shards(path, tmp_path / "out", bad_budget=0.3)
     assert (report.totals.samples, report.num_dropped, report.num_kept) == (3, 1, 1)
 
 
@@ -222,8 +222,10 @@ def test_ledger_is_the_same_for_any_number_of_workers(write_jsonl, tmp_path: Pat
         for n in range(40)
     ]
     path = write_jsonl(records)
+    records.append({"messages": [{"role": "user", "content": "fine"}]})
+    path = write_jsonl(records)
     for workers in (1, 2):
-        report = make_shards(path, tmp_path / str(workers), samples_per_shard=7, workers=workers)
+        report = make_shards(path, tmp_path / str(workers), samples_per_shard=7, workers=workers, bad_budget=1)
         assert report.dropped == {"convert: missing_file": 40}
         assert report.num_shards == 6
     ledger = (tmp_path / "1" / "ledger.jsonl").read_text()
@@ -231,6 +233,7 @@ def test_ledger_is_the_same_for_any_number_of_workers(write_jsonl, tmp_path: Pat
     lines = [json.loads(line) for line in ledger.splitlines()]
     assert [line["sample"] for line in lines] == [f"r{n}" for n in range(40)]
     assert lines[3] == {
+        "origin": f"{path}:4",
         "detail": "there is no file no3.jpg (looked for in the current folder; media_dir says where files lie).",
         "reason": "missing_file",
         "sample": "r3",

@@ -19,9 +19,8 @@ from vlm_stream.build.rows import RowBuilder
 from vlm_stream.cli import main
 from vlm_stream.convert import IndexOptions, index_tars, make_shards
 from vlm_stream.convert.counting import EstimatingCounter
-from vlm_stream.convert.rows import SampleCounts, encode_index
+from vlm_stream.convert.rows import SampleCounts, ShardWriter, encode_index
 from vlm_stream.convert.sample import Sample
-from vlm_stream.convert.writer import ShardWriter
 from vlm_stream.encode import Encoder
 from vlm_stream.errors import BadSampleError
 from vlm_stream.format import (

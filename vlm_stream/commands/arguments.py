@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -54,9 +53,8 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_workers_argument(parser: argparse.ArgumentParser) -> None:
     """Add the number of processes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument(
-        "--workers", type=int, default=cores, metavar="N", help="shards at a time (default: the cores, %(default)s)"
+        "--workers", type=int, metavar="N", help="shards at a time (default: up to the cores, if the work is worth it)"
     )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, Final
 
 from vlm_stream.commands import arguments, output
 
 if TYPE_CHECKING:
-    import argparse
-
     from vlm_stream.convert import ShardOptions, ShardReport
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
@@ -18,7 +17,7 @@ examples:
   make-shards meta.json out/
   make-shards meta.json s3://bucket/data --processor Qwen/Qwen2.5-VL-7B-Instruct --shuffle 0 --workers 16
   make-shards data.jsonl out/ --media-dir images/ --columns messages=conversations --tags role_tag=from,user_tag=human
-  make-shards meta.json out/ --resume
+  make-shards meta.json out/ --bad-budget 0.1      (the same command again goes on where it was stopped)
 """
 
 
@@ -40,9 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ray-address", metavar="ADDRESS", help="a running Ray cluster; without it one is started here"
     )
-    again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="continue an unfinished conversion")
-    again.add_argument("--overwrite", action="store_true", help="remove the dataset at OUT first")
+    parser.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on with what the same conversion left at OUT; --no-resume refuses that",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="remove the dataset at OUT first")
     group = parser.add_argument_group("input")
     group.add_argument("--names", metavar="A,B", help="only these entries of a meta file")
     group.add_argument("--on-mismatch", choices=("drop", "keep", "raise"), default="drop")
@@ -50,13 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tags", metavar="NAME=VALUE,...", help="role keys and roles of a bare data file")
     group.add_argument("--media-dir", metavar="DIR", help="what media paths of a bare data file are relative to")
     group.add_argument("--confine-media", action="store_true", help="refuse media outside of their media_dir")
-    group.add_argument("--bad-budget", type=float, metavar="RATE", help="fail when more than this share is bad")
+    group.add_argument("--exif-rotate", action="store_true", help="turn images as their EXIF orientation says")
+    group.add_argument(
+        "--bad-budget",
+        type=float,
+        default=0.03,
+        metavar="RATE",
+        help="fail when more than this share of the records is bad (default: %(default)s; 1: never)",
+    )
     arguments.add_store_arguments(parser)
     arguments.add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert; print the summary. Exit code 1 when not one sample could be used."""
+    """Convert; print the summary. Exit code 1 when more is bad than the budget allows."""
     from vlm_stream.allocator import keep_freed_memory
     from vlm_stream.convert import make_shards
 
@@ -77,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         output.print_json(report.to_dict())
     else:
         output.print_table(f"{report.out}", summary(report))
-    return 0 if report.totals.samples or not report.num_records else 1
+    return 0
 
 
 def _options(args: argparse.Namespace) -> ShardOptions:
@@ -95,6 +105,7 @@ def _options(args: argparse.Namespace) -> ShardOptions:
         tags=arguments.parse_mapping(args.tags),
         media_dir=args.media_dir,
         confine_media=args.confine_media,
+        exif_rotate=args.exif_rotate,
         workers=args.workers,
         engine=args.engine,
         ray_address=args.ray_address,
@@ -102,6 +113,7 @@ def _options(args: argparse.Namespace) -> ShardOptions:
         overwrite=args.overwrite,
         bad_budget=args.bad_budget,
         store=arguments.store_options(args),
+        flags=True,
     )
 
 

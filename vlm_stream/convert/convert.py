@@ -3,50 +3,73 @@
 Enters: an input, a target, options. Leaves: shards with their indexes, the ledger, and last of all the manifest; and a
 report. The order and the borders of the shards are fixed first, then every shard is an independent task for an engine.
 Nothing here touches a medium or a tar.
+
+Where more records are bad than the budget allows, or not one can be used, there is no manifest and so no dataset: the
+finished shards, their notes and the ledger stay, and the same conversion with a higher budget goes on from them.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 import os
 import shutil
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 
 from vlm_stream.convert.counting import open_counter
-from vlm_stream.convert.engines import open_engine
+from vlm_stream.convert.engines import LocalEngine, RayEngine, choose_workers, num_cores
 from vlm_stream.convert.job import (
+    JOB_FOLDER,
+    LEDGER,
     Job,
-    check_same,
-    clear_target,
+    cut_by_bytes,
+    cut_by_count,
     find_parts,
     job_parameters,
     load_job,
+    open_target,
+    record_order,
     remove_job,
     save_job,
 )
-from vlm_stream.convert.layout import JOB_FOLDER, LEDGER
 from vlm_stream.convert.options import ShardOptions
-from vlm_stream.convert.order import cut_by_bytes, cut_by_count, measure_records, record_order
-from vlm_stream.convert.shard_task import ShardContext, ShardPart, ShardTask, flush_in_background, is_local
-from vlm_stream.errors import BadBudgetError, ConfigError, NotFoundError
-from vlm_stream.format import MANIFEST, Manifest, ShardList, load_manifest, save_manifest
+from vlm_stream.convert.shard_task import (
+    RecordSizer,
+    ShardContext,
+    ShardTask,
+    flush_in_background,
+    is_local,
+    seconds_per_record,
+)
+from vlm_stream.errors import BadBudgetError, ConfigError, SourceError, nearest_name
+from vlm_stream.format import Manifest, ShardList, save_manifest
 from vlm_stream.sources import open_source
 from vlm_stream.storage import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from vlm_stream.convert.engines import Engine
+    from vlm_stream.convert.job import Ints, ShardPart
     from vlm_stream.format import Totals
+    from vlm_stream.ledger import BadSample
     from vlm_stream.sources import RecordSource
     from vlm_stream.storage import Store
 
 __all__ = ["ShardReport", "make_shards"]
+
+_LOG = logging.getLogger(__name__)
+_CHUNK: Final = 2000
+"""Records that are measured by one task."""
+_NUM_TOLD: Final = 3
+_KEPT: Final = "kept: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +88,8 @@ class ShardReport:
     """Records that are not in the shards, by stage and reason."""
     kept: dict[str, int] = field(default_factory=dict)
     """What was left out of records that are in the shards, by reason (with `on_mismatch="keep"`)."""
+    ledger: str = ""
+    """Where each of them is named."""
     tokens: str = "estimated"
     seconds: float = 0.0
 
@@ -88,6 +113,9 @@ def make_shards(
 ) -> ShardReport:
     """Turn a meta file, a JSON array, JSON lines or a source of records into a dataset of shards.
 
+    What an interrupted call has finished is kept, and the same call goes on from there. Where the same call has
+    finished already, its dataset is left as it is.
+
     Args:
         input: Path or URL of the data, or anything with `name`, `len()` and `read(i)`.
         out: Path or object-store URL of the dataset.
@@ -98,44 +126,69 @@ def make_shards(
     Raises:
         ConfigError: The target holds another dataset or job, or an option makes no sense.
         SourceError: The input cannot be read at all.
-        BadBudgetError: More records were bad than the budget allows.
+        BadBudgetError: More records were bad than the budget allows, or all of them.
     """
     begin = time.perf_counter()
-    if settings:
-        options = replace(options or ShardOptions(), **settings)
-    options = options or ShardOptions()
+    for name in settings:
+        if name not in (known := [each.name for each in fields(ShardOptions)]):
+            raise ConfigError(f"make_shards has no option '{name}'; {nearest_name(name, known)}")
+    options = replace(options or ShardOptions(), **settings)
     store = open_store(os.fspath(out), options.store)
     source = _open_input(input, options)
+    if not len(source):
+        raise SourceError(f"{_name(input)} has no records, so there is nothing to convert and nothing was written.")
     counter = open_counter(options.processor, trust_remote_code=options.trust_remote_code)
     parameters = job_parameters(source, options, counter.note)
-    finished = _prepare_target(store, options, parameters)
-    if finished is not None:
-        return _report(store.root, finished, len(source), len(finished.shards), begin)
-    engine = open_engine(options)
-    order = record_order(len(source), options.shuffle)
-    job = load_job(store) or Job(parameters=parameters, borders=_cut(source, order, options, engine))
-    save_job(store, job)
-    parts = find_parts(store, job)
-    num_kept = len(parts)
+    manifest = open_target(store, options, parameters)
+    if manifest is not None:
+        _LOG.warning(
+            "%s holds this dataset already, made from the same records with the same options: nothing was done "
+            "(media files were not compared; %s converts again)",
+            store.root,
+            options.say("overwrite", True),
+        )
+        return _report(store, manifest, len(source), len(manifest.shards), begin)
     context = ShardContext(
         source=source,
         out=store.root,
         processor=options.processor,
         trust_remote_code=options.trust_remote_code,
         confine_media=options.confine_media,
+        exif_rotate=options.exif_rotate,
         store=options.store,
     )
+    engine = _open_engine(context, options)
+    order = record_order(len(source), options.shuffle)
+    job = load_job(store, options) or Job(parameters=parameters, borders=_cut(source, order, options, engine))
+    save_job(store, job)
+    parts = find_parts(store, job)
+    num_kept = len(parts)
     coming = engine.run(context, _missing_tasks(job, order, parts))
+    budget = _Budget(store, options, job, parts)
+    budget.check()
     for part in flush_in_background(store.root, coming, kept=tuple(parts)) if is_local(store) else coming:
         parts[part.number] = part
         if on_part is not None:
             on_part(part, job.num_shards - num_kept)
-    manifest = _finish(store, job, parts, replace(Manifest(shards=ShardList.of(())), tokens=counter.note), options)
-    return _report(store.root, manifest, len(source), num_kept, begin)
+        budget.check(part)
+    budget.check_any()
+    manifest = _finish(store, job, parts, replace(Manifest(shards=ShardList.of(())), tokens=counter.note))
+    report = _report(store, manifest, len(source), num_kept, begin)
+    _say(report)
+    return report
+
+
+def _name(given: str | os.PathLike[str] | RecordSource) -> str:
+    return os.fspath(given) if isinstance(given, (str, os.PathLike)) else f"the source '{given.name}'"
 
 
 def _open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOptions) -> RecordSource:
     if not isinstance(given, (str, os.PathLike)):
+        if not all(hasattr(given, name) for name in ("name", "__len__", "read")):
+            raise ConfigError(
+                f"the input is a {type(given).__name__}, which is neither a path or URL nor a source of records (an "
+                f"object with name, len() and read(i)); nothing was written."
+            )
         return given
     return open_source(
         os.fspath(given),
@@ -148,79 +201,107 @@ def _open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOpti
     )
 
 
-def _prepare_target(store: Store, options: ShardOptions, parameters: dict[str, Any]) -> Manifest | None:
-    """Make the target ready for a start or a restart; return its manifest if nothing is left to do."""
-    if options.overwrite:
-        clear_target(store)
-        return None
-    if _exists(store, MANIFEST):
-        manifest = load_manifest(store)
-        if options.resume and manifest.job == Job(parameters=parameters, borders=np.zeros(1, np.int64)).fingerprint:
-            return manifest
-        raise ConfigError(
-            f"{store.root} already holds a finished dataset"
-            + (" that was made from other input or with other options" if options.resume else "")
-            + "; nothing was written. Give another target, or replace it with --overwrite."
-        )
-    job = load_job(store)
-    if job is None:
-        return None
-    if not options.resume:
-        raise ConfigError(
-            f"{store.root} holds an unfinished conversion; nothing was written. "
-            f"Continue it with --resume, or start again with --overwrite."
-        )
-    check_same(job.parameters, parameters, store.root)
-    return None
+def _open_engine(context: ShardContext, options: ShardOptions) -> Engine:
+    if options.engine == "ray":
+        return RayEngine(workers=options.workers or num_cores(), address=options.ray_address)
+    if options.workers is not None:
+        return LocalEngine(options.workers)
+    num_records = len(context.source)
+    num_tasks = -(-num_records // options.samples_per_shard)
+    if options.max_shard_bytes is not None:
+        num_tasks = num_records  # only the bytes tell; at least not fewer shards
+    if num_tasks == 1 or num_cores() == 1:
+        return LocalEngine()
+    seconds = num_records * seconds_per_record(context)
+    return LocalEngine(choose_workers(seconds, num_tasks, with_processor=options.processor is not None))
 
 
-def _exists(store: Store, path: str) -> bool:
-    try:
-        store.head(path)
-    except NotFoundError:
-        return False
-    return True
-
-
-def _cut(
-    source: RecordSource, order: np.ndarray[Any, np.dtype[np.int64]], options: ShardOptions, engine: Engine
-) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _cut(source: RecordSource, order: Ints, options: ShardOptions, engine: Engine) -> Ints:
     if options.max_shard_bytes is None:
         return cut_by_count(len(order), options.samples_per_shard)
-    sizes = measure_records(source, engine, options.store)  # [records]
+    sizes = np.zeros(len(source), dtype=np.int64)  # [records]
+    sizer = RecordSizer(source, options.store, _CHUNK)
+    for begin, chunk in engine.run(sizer, range(0, len(source), _CHUNK)):
+        sizes[begin : begin + len(chunk)] = chunk
     return cut_by_bytes(sizes[order], options.samples_per_shard, options.max_shard_bytes)
 
 
-def _missing_tasks(
-    job: Job, order: np.ndarray[Any, np.dtype[np.int64]], parts: dict[int, ShardPart]
-) -> Iterator[ShardTask]:
+def _missing_tasks(job: Job, order: Ints, parts: dict[int, ShardPart]) -> Iterator[ShardTask]:
     for number in range(job.num_shards):
         if number not in parts:
             yield ShardTask(number, order[job.borders[number] : job.borders[number + 1]])
 
 
-def _finish(store: Store, job: Job, parts: dict[int, ShardPart], manifest: Manifest, options: ShardOptions) -> Manifest:
+class _Budget:
+    """Ends a conversion once more records are bad than may be: that can be known long before the last one."""
+
+    def __init__(self, store: Store, options: ShardOptions, job: Job, parts: dict[int, ShardPart]) -> None:
+        self._store, self._options, self._parts = store, options, parts
+        self._num_records = int(job.borders[-1])
+        self._borders = job.borders
+        self._num_bad = sum(map(_num_bad, parts.values()))
+
+    def check(self, part: ShardPart | None = None) -> None:
+        """Add a shard to those that were there; raise `BadBudgetError` if that is too much."""
+        self._num_bad += 0 if part is None else _num_bad(part)
+        if self._num_bad > self._options.most_bad(self._num_records):
+            self._refuse()
+
+    def check_any(self) -> None:
+        """Raise `BadBudgetError` if not one record can be used, whatever the budget."""
+        if self._num_bad == self._num_records:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        """Write the ledger and say what was bad, with an example of each of the first reasons."""
+        options, num_bad = self._options, self._num_bad
+        save_ledger(self._store, self._parts.values())
+        bads = [bad for number in sorted(self._parts) for bad in self._parts[number].bad if bad.stage != "kept"]
+        counts = Counter((bad.stage, bad.reason) for bad in bads)
+        firsts = {(bad.stage, bad.reason): bad for bad in reversed(bads)}
+        told = sorted(firsts.items(), key=lambda each: -counts[each[0]])
+        examples = "".join(f"\n  {counts[reason]:,} x {bad.reason}, first {bad}" for reason, bad in told[:_NUM_TOLD])
+        more = f"\n  and {len(told) - _NUM_TOLD} more reasons" if len(told) > _NUM_TOLD else ""
+        num_seen = sum(int(np.diff(self._borders)[number]) for number in self._parts)
+        seen = f"of the {num_seen:,} records looked at" if num_seen < self._num_records else f"of {num_seen:,} records"
+        limit, way = "and a dataset without samples is of no use", ""
+        if num_bad < self._num_records:
+            limit = f"more than {options.say('bad_budget')} allows ({options.bad_budget:.2%} of {self._num_records:,})"
+        if num_bad < num_seen:
+            enough = min(math.ceil(100 * num_bad / num_seen + 1) / 100, 1)
+            way = (
+                f" If the others are enough, convert again with {options.say('bad_budget', enough)} (1: any number may "
+                f"be bad): finished shards are kept, and not written twice."
+            )
+        raise BadBudgetError(
+            f"{num_bad:,} {seen} cannot be used, {limit}, so no dataset was written:{examples}{more}\n"
+            f"Each is named in {self._store.url(LEDGER)}. Mend the data or the options that describe it "
+            f"({', '.join(map(options.say, ('columns', 'tags', 'media_dir')))}) and start again with "
+            f"{options.say('overwrite', True)}.{way}"
+        )
+
+
+def _num_bad(part: ShardPart) -> int:
+    return sum(bad.stage != "kept" for bad in part.bad)
+
+
+def save_ledger(store: Store, parts: Iterable[ShardPart]) -> None:
+    """Write what was bad, in the order of the shards."""
+    bads: Iterator[BadSample] = (bad for part in sorted(parts, key=lambda part: part.number) for bad in part.bad)
+    store.put(LEDGER, "".join(f"{bad.to_json()}\n" for bad in bads).encode())
+
+
+def _finish(store: Store, job: Job, parts: dict[int, ShardPart], manifest: Manifest) -> Manifest:
     """Write ledger and manifest, and forget the job."""
     ordered = [parts[number] for number in range(job.num_shards)]
-    dropped: Counter[str] = Counter()
-    for part in ordered:
-        dropped.update(f"{bad.stage}: {bad.reason}" for bad in part.bad)
-    num_records = int(job.borders[-1])
-    num_bad = sum(count for reason, count in dropped.items() if not reason.startswith("kept: "))
-    if options.bad_budget is not None and num_bad > options.bad_budget * num_records:
-        raise BadBudgetError(
-            f"{num_bad} of {num_records} records were bad, more than the budget of {options.bad_budget:.2%}, so no "
-            f"manifest was written. By reason: {dict(dropped.most_common())}. Mend the data and start again with "
-            f"--overwrite, or raise --bad-budget and go on with --resume."
-        )
-    lines = [bad.to_json() + "\n" for part in ordered for bad in part.bad]
-    store.put(LEDGER, "".join(lines).encode())
+    save_ledger(store, ordered)
+    dropped = Counter(f"{bad.stage}: {bad.reason}" for part in ordered for bad in part.bad)
     manifest = replace(
         manifest,
         shards=ShardList.of(part.entry for part in ordered),
         dropped=dict(sorted(dropped.items())),
         home="" if is_local(store) else store.root,
-        job=job.fingerprint,
+        job=json.dumps(job.parameters, sort_keys=True),
     )
     save_manifest(store, manifest)
     remove_job(store)
@@ -236,17 +317,36 @@ def _sweep(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _report(root: str, manifest: Manifest, num_records: int, num_kept: int, begin: float) -> ShardReport:
-    kept = {k.removeprefix("kept: "): n for k, n in manifest.dropped.items() if k.startswith("kept: ")}
+def _report(store: Store, manifest: Manifest, num_records: int, num_kept: int, begin: float) -> ShardReport:
     return ShardReport(
-        out=root,
+        out=store.root,
         digest=manifest.digest,
         num_records=num_records,
         num_shards=len(manifest.shards),
         num_kept=num_kept,
         totals=manifest.totals,
-        dropped={reason: n for reason, n in manifest.dropped.items() if not reason.startswith("kept: ")},
-        kept=kept,
+        dropped={reason: n for reason, n in manifest.dropped.items() if not reason.startswith(_KEPT)},
+        kept={reason.removeprefix(_KEPT): n for reason, n in manifest.dropped.items() if reason.startswith(_KEPT)},
+        ledger=store.url(LEDGER),
         tokens=manifest.tokens.kind,
         seconds=round(time.perf_counter() - begin, 3),
     )
+
+
+def _say(report: ShardReport) -> None:
+    """Say what a finished conversion means for those who use it."""
+    if report.num_dropped:
+        reasons = ", ".join(f"{n:,} x {reason}" for reason, n in Counter(report.dropped).most_common())
+        _LOG.warning(
+            "%s of %s records were dropped (%s); each is named in %s",
+            f"{report.num_dropped:,}",
+            f"{report.num_records:,}",
+            reasons,
+            report.ledger,
+        )
+    if report.tokens == "estimated":
+        _LOG.warning(
+            "text was counted by a guess, so packs will be filled less tightly, and the labels of a step are not known "
+            "ahead; count it for your model with: vlm-stream recount --processor NAME %s",
+            report.out,
+        )

@@ -9,16 +9,16 @@ for the manifest of how they came about. A processor is loaded once per process.
 
 from __future__ import annotations
 
-from functools import cache
+import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from vlm_stream.conversation import iter_media
 from vlm_stream.convert.rows import SampleCounts
-from vlm_stream.errors import BadSampleError, blame_sample
+from vlm_stream.errors import BadSampleError, ConfigError, blame_sample
 from vlm_stream.format import TokenCounting
-from vlm_stream.processors import load_processor
+from vlm_stream.processors import load_processor, open_processor
 from vlm_stream.tokens import Geometry, TextCounter, check_media_sizes, guess_text_tokens, template_digest
 
 if TYPE_CHECKING:
@@ -139,13 +139,33 @@ class ExactCounter:
         return SampleCounts(len(row), int(np.count_nonzero(labels.numpy()[1:] != IGNORE)))
 
 
-@cache
-def open_counter(processor: str | None, *, trust_remote_code: bool = False) -> SampleCounter:
-    """Return the counter for a processor's name or path, loaded once per process.
+_opened: dict[Any, tuple[Any, SampleCounter]] = {}
+"""By name, or by the identity of an object, which is kept with its counter."""
+
+
+def open_counter(processor: Any, *, trust_remote_code: bool = False) -> SampleCounter:
+    """Return the counter for a processor, or for the name or path of one, loaded once per process.
 
     Raises:
         ConfigError: There is no such processor.
     """
     if processor is None:
         return EstimatingCounter()
-    return ExactCounter(processor, load_processor(processor, trust_remote_code=trust_remote_code))
+    is_name = isinstance(processor, (str, os.PathLike))
+    key = (os.fspath(processor), trust_remote_code) if is_name else id(processor)
+    if key not in _opened:
+        _opened[key] = (processor, _make_counter(processor, trust_remote_code=trust_remote_code))
+    return _opened[key][1]
+
+
+def _make_counter(processor: Any, *, trust_remote_code: bool) -> SampleCounter:
+    if isinstance(processor, (str, os.PathLike)):
+        name = os.fspath(processor)
+        return ExactCounter(name, load_processor(name, trust_remote_code=trust_remote_code))
+    loaded = open_processor(processor)
+    if not callable(loaded) or not hasattr(getattr(loaded, "tokenizer", loaded), "get_vocab"):
+        raise ConfigError(
+            f"the processor is a {type(loaded).__name__}, with which no text can be counted; give the name or path of "
+            f"a transformers processor, or the object that from_pretrained returns."
+        )
+    return ExactCounter(str(getattr(getattr(loaded, "tokenizer", loaded), "name_or_path", "")), loaded)

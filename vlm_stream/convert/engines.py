@@ -24,14 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from vlm_stream.allocator import keep_freed_memory
-from vlm_stream.errors import MissingExtraError, VlmStreamError
+from vlm_stream.errors import ConfigError, MissingExtraError, VlmStreamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from vlm_stream.convert.options import ShardOptions
-
-__all__ = ["Engine", "LocalEngine", "RayEngine", "open_engine"]
+__all__ = ["Engine", "LocalEngine", "RayEngine", "choose_workers", "num_cores"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,6 +37,11 @@ R = TypeVar("R")
 _LOG = logging.getLogger(__name__)
 _MAX_RETRIES: Final = 10
 _MAX_LOSSES: Final = 3
+_START_SECONDS: Final = 1.5
+"""Of a process that imports this package."""
+_PROCESSOR_SECONDS: Final = 5.0
+_WORTH: Final = 1.25
+"""How much sooner the end must come: starts cost the other cores as well."""
 _function: Callable[[Any], Any] | None = None
 
 
@@ -50,11 +53,25 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(options: ShardOptions) -> Engine:
-    """Return the engine that the options name."""
-    if options.engine == "ray":
-        return RayEngine(workers=options.workers, address=options.ray_address)
-    return LocalEngine(workers=options.workers)
+def num_cores() -> int:
+    """Return on how many cores this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_workers(seconds: float, num_tasks: int, *, with_processor: bool = False) -> int:
+    """Return how many processes end soonest: one needs no start, several share the work.
+
+    Args:
+        seconds: What all tasks take in one process.
+        num_tasks: Tasks that could run side by side.
+        with_processor: Each process imports transformers and loads a processor.
+
+    >>> choose_workers(1.0, 100)
+    1
+    """
+    most = max(min(num_cores(), num_tasks), 1)
+    start = _START_SECONDS + (_PROCESSOR_SECONDS if with_processor else 0.0)
+    return most if _WORTH * (start + seconds / most) < seconds else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +79,11 @@ class LocalEngine:
     """Runs tasks in `workers` processes; a single worker is this process itself."""
 
     workers: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of processes."""
+        if self.workers < 1:
+            raise ConfigError(f"{self.workers} workers can do nothing; give at least 1, or leave their number out.")
 
     def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[R]:
         """Yield `function(task)` for every task, as they finish.
@@ -88,7 +110,7 @@ class LocalEngine:
                 if num_losses > _MAX_LOSSES:
                     raise VlmStreamError(
                         f"worker processes died {num_losses} times in a row, most often because memory ran out; "
-                        f"what is finished is kept. Use fewer workers, and go on with --resume."
+                        f"what is finished is kept. Use fewer workers, and run the same again to go on."
                     ) from error
                 _LOG.warning("a worker process died; its %d tasks are run again", len(running))
 
@@ -186,7 +208,7 @@ class RayEngine:
         except ray.exceptions.RayError as error:
             raise VlmStreamError(
                 f"a task was lost {_MAX_RETRIES + 1} times on the Ray cluster ({type(error).__name__}); what is "
-                f"finished is kept. Look at the cluster's workers, and go on with --resume."
+                f"finished is kept. Look at the cluster's workers, and run the same again to go on."
             ) from error
 
 

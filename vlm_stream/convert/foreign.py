@@ -7,24 +7,24 @@ left out of the index and named in the ledger.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import posixpath
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import crc32c
 
 from vlm_stream.conversation import iter_media
 from vlm_stream.convert.counting import open_counter
-from vlm_stream.convert.engines import LocalEngine
-from vlm_stream.convert.layout import LEDGER, split_member_name
+from vlm_stream.convert.engines import LocalEngine, choose_workers
+from vlm_stream.convert.job import LEDGER
 from vlm_stream.convert.rows import SampleRow, check_fits_index, encode_index
 from vlm_stream.convert.sample import measure_item
 from vlm_stream.convert.shard_task import ShardPart, is_local
-from vlm_stream.convert.tar import TarMember, iter_members
-from vlm_stream.errors import BadSampleError, ConfigError, DatasetError, blame_sample
+from vlm_stream.convert.tar import TarGap, TarMember, iter_pieces, split_member_name
+from vlm_stream.errors import BadSampleError, ConfigError, blame_sample
 from vlm_stream.format import (
     MANIFEST,
     FieldMap,
@@ -53,9 +53,11 @@ if TYPE_CHECKING:
 __all__ = ["IndexOptions", "index_tars"]
 
 
+_BYTES_PER_SECOND: Final = 2e8
+"""About what one process indexes."""
 _NUM_GUESSED: Final = 100
 """Samples that are asked for the layout: the first may be a bad one."""
-_LEFT_OUT: Final = "What follows is left out, and the sample before it, which may have lost a member."
+_LEFT_OUT: Final = "The bytes from {begin} to {end} are left out, and so is a sample that has lost a member there."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,8 @@ class IndexOptions:
     """Name or path of a transformers processor, for exact text tokens."""
     trust_remote_code: bool = False
     """Let the processor bring its own code."""
-    workers: int = 1
+    workers: int | None = None
+    """Tars at a time; None: as many as pay for their start."""
     overwrite: bool = False
     """Replace indexes and manifest that are there."""
     store: StoreOptions | None = None
@@ -125,7 +128,11 @@ def index_tars(
     context = _Context(tars=tars.root, out=out.root, fields=fields, counting=counting, store=options.store)
     parts: dict[int, ShardPart] = {}
     tasks = [_Task(number, name) for number, name in enumerate(names)]
-    for part in LocalEngine(options.workers).run(context, tasks):
+    workers = options.workers
+    if workers is None:
+        seconds = len(names) * tars.head(names[0]).size / _BYTES_PER_SECOND
+        workers = choose_workers(seconds, len(names), with_processor=options.processor is not None)
+    for part in LocalEngine(workers).run(context, tasks):
         parts[part.number] = part
         if on_part is not None:
             on_part(part, len(tasks))
@@ -147,36 +154,69 @@ def index_tars(
 def _guess(store: Store, names: Sequence[str]) -> FieldMap:
     """Return the layout that the first sample shows; where that shows none, one of those behind it."""
     refused: ConfigError | None = None
-    for group in itertools.islice(_first_samples(store, names), _NUM_GUESSED):
+    faults: list[str] = []
+    for group in itertools.islice(_first_samples(store, names, faults), _NUM_GUESSED):
         texts = {extension: m.content for extension, m in group if is_text_member(extension)}
         try:
             return guess_fields([extension for extension, _ in group], texts)
         except ConfigError as error:
             refused = refused or error
-    raise refused or ConfigError(f"the tars at {store.root} hold no samples, so there is nothing to index.")
+    fault = f" ({faults[0]})" if faults else ""
+    raise refused or ConfigError(f"the tars at {store.root} hold no samples{fault}, so there is nothing to index.")
 
 
-def _first_samples(store: Store, names: Sequence[str]) -> Iterator[list[tuple[str, TarMember]]]:
+def _first_samples(store: Store, names: Sequence[str], faults: list[str]) -> Iterator[list[tuple[str, TarMember]]]:
     for name in names:
-        with ObjectReader(store, name, store.head(name).size) as reader, contextlib.suppress(DatasetError):
-            for _, group in _iter_samples(iter_members(reader.read)):
+        with ObjectReader(store, name, store.head(name).size) as reader:
+            for _, group in _iter_samples(iter_pieces(reader.read), partial(_keep_fault, faults, name)):
                 yield group
 
 
-def _iter_samples(members: Iterable[TarMember]) -> Iterator[tuple[str, list[tuple[str, TarMember]]]]:
-    """Yield key and `(extension, member)`s: neighbours with the same key are one sample."""
+def _keep_fault(faults: list[str], name: str, _key: str, _offset: int, error: BadSampleError) -> None:
+    faults.append(f"{name}: {error}")
+
+
+def _iter_samples(
+    pieces: Iterable[TarMember | TarGap], note: Callable[[str, int, BadSampleError], None]
+) -> Iterator[tuple[str, list[tuple[str, TarMember]]]]:
+    """Yield key and `(extension, member)`s: neighbours with the same key are one sample.
+
+    Gaps are noted, and so are samples beside them that are not whole: they have the key of the damaged member, or lack
+    a kind of member that the last whole sample has.
+    """
     key = ""
     group: list[tuple[str, TarMember]] = []
-    for member in members:
-        new_key, extension = split_member_name(member.name)
+    gap: TarGap | None = None  # the last one, while it touches the group
+    kinds: set[str] = set()
+
+    def is_whole() -> bool:
+        nonlocal kinds
+        found = {extension.rpartition(".")[2] for extension, _ in group}
+        if gap is not None and (split_member_name(gap.name)[0] == key or found < kinds):
+            detail = f"a member of it was lost, because {gap.fault}"
+            note(key, group[0][1].begin, BadSampleError("read", "damaged_tar", detail))
+            return False
+        kinds = found
+        return True
+
+    for piece in pieces:
+        if isinstance(piece, TarGap):
+            fault = f"{piece.fault} {_LEFT_OUT.format(begin=piece.begin, end=piece.end)}"
+            note("", piece.begin, BadSampleError("read", "damaged_tar", fault))
+            gap = piece
+            continue
+        new_key, extension = split_member_name(piece.name)
         if not extension or new_key.rpartition("/")[2].startswith("."):
             continue  # READMEs and the dot files of archivers are no samples, as in WebDataset
         if new_key != key and group:
-            yield key, group
+            if is_whole():
+                yield key, group
+            touches = gap is not None and gap.end > group[-1][1].end
+            gap = gap if touches else None
             group = []
         key = new_key
-        group.append((extension, member))
-    if group:
+        group.append((extension, piece))
+    if group and is_whole():
         yield key, group
 
 
@@ -188,11 +228,8 @@ def _index_tar(context: _Context, task: _Task) -> ShardPart:
     folder = posixpath.basename(context.tars.rstrip("/")) or "data"
     scan = _Scan(task.name, folder, context.fields, open_counter(**context.counting))
     with ObjectReader(tars, task.name, info.size) as reader:
-        try:
-            for key, group in _iter_samples(iter_members(reader.read)):
-                scan.add(key, group)
-        except DatasetError as error:
-            scan.note("", reader.position, BadSampleError("read", "damaged_tar", f"{error} {_LEFT_OUT}"))
+        for key, group in _iter_samples(iter_pieces(reader.read), scan.note):
+            scan.add(key, group)
         crc32c = reader.finish()
     data = encode_index(scan.rows)
     out.put(index_name(task.name), data)

@@ -1,7 +1,12 @@
-"""The job: what an unfinished conversion remembers, so that a restart gives the same bytes.
+"""The job: what a conversion agrees on before its first byte, and what an unfinished one remembers.
 
-Enters: a source, options, a store. Leaves: the borders of the shards, agreed on once and kept in `.job/job.json`; which
-shards are whole already; a refusal when a restart is told something else than the first start.
+Enters: a source, options, a store. Leaves: which record goes into which shard, agreed on once and kept in
+`.job/job.json`; which shards are whole already; a refusal when the target holds something else. Names of all files of a
+dataset are here.
+
+With a limit of samples alone a border is a multiplication. A limit of bytes needs the sizes of all samples, and a shard
+must stay a function of its own records, so sizes come from a pass over all records before anything is written. A record
+that proves bad later leaves its shard smaller and no border moves.
 """
 
 from __future__ import annotations
@@ -10,16 +15,18 @@ import hashlib
 import json
 import posixpath
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from vlm_stream.conversation import MEDIA_TYPES
-from vlm_stream.convert.layout import JOB_FILE, JOB_FOLDER, LEDGER, part_name, shard_name
-from vlm_stream.convert.shard_task import ShardPart
-from vlm_stream.errors import ConfigError, NotFoundError, StorageError, blame_sample
-from vlm_stream.format import MANIFEST, index_name
+from vlm_stream.errors import ConfigError, DatasetError, NotFoundError, StorageError, blame_sample
+from vlm_stream.format import MANIFEST, Manifest, ShardEntry, Totals, index_name
+from vlm_stream.ledger import BadSample
+from vlm_stream.plan import mix64
+from vlm_stream.storage import scheme_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -30,12 +37,131 @@ if TYPE_CHECKING:
     from vlm_stream.sources import RecordSource
     from vlm_stream.storage import Store
 
-__all__ = ["Job", "clear_target", "find_parts", "job_parameters", "load_job", "remove_job", "save_job"]
+    Ints = npt.NDArray[np.int64]
 
+__all__ = [
+    "JOB_FOLDER",
+    "LEDGER",
+    "Job",
+    "ShardPart",
+    "clear_target",
+    "cut_by_bytes",
+    "cut_by_count",
+    "find_parts",
+    "job_parameters",
+    "load_job",
+    "open_target",
+    "part_name",
+    "record_order",
+    "remove_job",
+    "sample_key",
+    "save_job",
+    "shard_name",
+]
+
+LEDGER: Final = "ledger.jsonl"
+JOB_FOLDER: Final = ".job"
+"""What an unfinished conversion remembers; gone once the manifest is written."""
+_JOB_FILE: Final = f"{JOB_FOLDER}/job.json"
 _NUM_PROBES: Final = 64
-_SHARD_FORMAT: Final = 2
+_SHARD_FORMAT: Final = 3
 """Of tars and their indexes; what a manifest looks like does not keep a conversion from going on."""
 _NUM_THREADS: Final = 16
+_WORDS: Final = {
+    "format": "the shard format",
+    "records": "the number of records",
+    "input": "the input",
+    "processor": "the class of the processor",
+    "template": "the processor's template or vocabulary",
+    "library": "the library",
+}
+"""Parameters that are no options of their own."""
+
+
+def shard_name(number: int) -> str:
+    """Return the tar's name.
+
+    >>> shard_name(7)
+    'shard-000007.tar'
+    """
+    return f"shard-{number:06d}.tar"
+
+
+def part_name(number: int) -> str:
+    """Return the name of the note that shard `number` is finished."""
+    return f"{JOB_FOLDER}/shard-{number:06d}.json"
+
+
+def sample_key(record: int) -> str:
+    """Return a sample's key: its record's number in the input, whatever the shuffle; no dot, sortable.
+
+    >>> sample_key(41)
+    '000000041'
+    """
+    return f"{record:09d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPart:
+    """One finished shard: its manifest entry and what was bad in it."""
+
+    number: int
+    entry: ShardEntry
+    bad: tuple[BadSample, ...] = field(default=())
+
+    def to_json(self) -> str:
+        """Return the note that is kept beside the shard until the job ends."""
+        data = {"entry": asdict(self.entry), "number": self.number, "bad": [bad.to_json() for bad in self.bad]}
+        return json.dumps(data, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ShardPart:
+        """Read what `to_json` wrote."""
+        data: dict[str, Any] = json.loads(text)
+        entry = ShardEntry(**(data["entry"] | {"totals": Totals(**data["entry"]["totals"])}))
+        return cls(number=data["number"], entry=entry, bad=tuple(map(BadSample.from_json, data["bad"])))
+
+
+def record_order(num_records: int, seed: int | None) -> Ints:
+    """Return the record numbers in the order of the shards: sorted by a hash of (seed, number).
+
+    A hash and a stable sort, because the permutations of random generators may change with their library's version.
+    """
+    if seed is None:
+        return np.arange(num_records, dtype=np.int64)
+    with np.errstate(over="ignore"):
+        hashes = mix64(np.arange(num_records, dtype=np.uint64) + mix64(np.array([seed], dtype=np.uint64)))
+    return np.argsort(hashes, kind="stable")
+
+
+def cut_by_count(num_records: int, samples_per_shard: int) -> Ints:
+    """Return the borders: shard i holds the positions `borders[i]:borders[i + 1]` of the order.
+
+    >>> cut_by_count(5, 2).tolist()
+    [0, 2, 4, 5]
+    """
+    begins = np.arange(0, num_records, samples_per_shard, dtype=np.int64)
+    return np.append(begins, num_records).astype(np.int64)
+
+
+def cut_by_bytes(sizes: Ints, samples_per_shard: int, max_shard_bytes: int) -> Ints:
+    """Return the borders under both limits; a sample beyond the limit is alone in its shard.
+
+    Args:
+        sizes: [positions] Most bytes that each sample takes in a tar, in the order of the shards.
+        samples_per_shard: Most samples in a shard.
+        max_shard_bytes: Most bytes in a shard.
+
+    >>> cut_by_bytes(np.array([4, 4, 9, 1, 1]), 2, 8).tolist()
+    [0, 2, 3, 5]
+    """
+    ends = np.cumsum(sizes)  # [positions]
+    borders = [0]
+    while (begin := borders[-1]) < len(sizes):
+        before = int(ends[begin - 1]) if begin else 0
+        fits = int(np.searchsorted(ends, before + max_shard_bytes, side="right"))
+        borders.append(max(begin + 1, min(fits, begin + samples_per_shard)))
+    return np.array(borders, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,13 +169,8 @@ class Job:
     """One conversion: its parameters and the borders of its shards."""
 
     parameters: dict[str, Any]
-    borders: npt.NDArray[np.int64]
+    borders: Ints
     """[shards + 1] Shard i holds the positions `borders[i]:borders[i + 1]` of the order."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Return what identifies input and options."""
-        return hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()
 
     @property
     def num_shards(self) -> int:
@@ -58,11 +179,11 @@ class Job:
 
 
 def job_parameters(source: RecordSource, options: ShardOptions, tokens: TokenCounting) -> dict[str, Any]:
-    """Return everything that the bytes of the shards depend on, as JSON values."""
+    """Return everything that the bytes of the shards depend on but the media files, as JSON values."""
     return {
         "format": _SHARD_FORMAT,
         "records": len(source),
-        "input": _probe_digest(source),
+        "input": _input_digest(source),
         "processor": tokens.processor_class,
         "template": tokens.template_sha256,
         "library": tokens.library,
@@ -72,12 +193,19 @@ def job_parameters(source: RecordSource, options: ShardOptions, tokens: TokenCou
         "on_mismatch": options.on_mismatch,
         "names": sorted(options.names) if options.names is not None else None,
         "confine_media": options.confine_media,
+        "exif_rotate": options.exif_rotate,
     }
 
 
-def _probe_digest(source: RecordSource) -> str:
-    """Return a digest of some records, spread evenly: cheap, and another input hardly ever has the same."""
+def _input_digest(source: RecordSource) -> str:
+    """Return a digest of the data files, and of some records, spread evenly, as columns and tags make them.
+
+    Of a source that is no file the records alone: cheap, and another input hardly ever has the same.
+    """
     digest = hashlib.sha256()
+    for member in getattr(source, "members", (source,)):
+        if hasattr(member, "digest"):
+            digest.update(member.digest().encode())
     for number in np.linspace(0, max(len(source) - 1, 0), min(len(source), _NUM_PROBES)).astype(int).tolist():
         digest.update(_record_text(source, number).encode("utf-8", "replace"))
     return digest.hexdigest()
@@ -103,39 +231,82 @@ def _without_folders(message: Message) -> Message:
     return {**message, "content": items}
 
 
-def load_job(store: Store) -> Job | None:
+def open_target(store: Store, options: ShardOptions, parameters: dict[str, Any]) -> Manifest | None:
+    """Make the target ready for a start or a restart; return its manifest if nothing is left to do.
+
+    Raises:
+        ConfigError: It holds something else; the sentence says what differs.
+    """
+    fresh = f"Give another target, or replace what is there with {options.say('overwrite', True)}."
+    if scheme_of(store.root) == "file" and Path(store.root).is_file():
+        raise ConfigError(f"{store.root} is a file, so it cannot be a dataset's folder. Give another target.")
+    try:
+        text = store.get(MANIFEST)
+    except NotFoundError:
+        text = None
+    except StorageError as error:
+        raise ConfigError(f"{store.root} cannot be a dataset's folder ({error}) Give another target.") from error
+    if text is not None and b'"vlm_stream"' not in bytes(text)[:100]:
+        raise ConfigError(
+            f"{store.root} holds a {MANIFEST} that is none of ours, and nothing was written. Give another target."
+        )
+    if options.overwrite:
+        clear_target(store)
+        return None
+    if text is not None:
+        try:
+            manifest = Manifest.from_json(text, where=store.url(MANIFEST))
+            found = json.loads(manifest.job or "{}")
+        except (DatasetError, ValueError) as error:
+            raise ConfigError(f"{store.root} holds a dataset that cannot be read ({error}) {fresh}") from error
+        other = _differences(found, parameters, options) if found else "it was not made by a conversion"
+        if other or not options.resume:
+            raise ConfigError(
+                f"{store.root} holds a finished dataset{f' of another conversion ({other})' if other else ''}; "
+                f"nothing was written. {fresh}"
+            )
+        return manifest
+    job = load_job(store, options)
+    if job is not None and (other := _differences(job.parameters, parameters, options)):
+        raise ConfigError(
+            f"{store.root} holds an unfinished conversion with other parameters ({other}), and shards of both would be "
+            f"mixed; nothing was written. Convert the same again to go on with it. {fresh}"
+        )
+    if job is not None and not options.resume:
+        raise ConfigError(f"{store.root} holds an unfinished conversion; nothing was written. {fresh}")
+    return None
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any], options: ShardOptions) -> str:
+    """Return in what two conversions differ, in words; nothing where they do not."""
+    said = []
+    for name in (name for name in wanted if found.get(name) != wanted[name]):
+        if name in ("input", "template"):  # digests, which say nothing to people
+            said.append(f"{_WORDS[name]} is another")
+        else:
+            word = _WORDS.get(name) or options.say(name)
+            said.append(f"{word} was {found.get(name)!r} and is {wanted[name]!r}")
+    return ", ".join(said)
+
+
+def load_job(store: Store, options: ShardOptions) -> Job | None:
     """Return the unfinished job at the target, if there is one."""
     try:
-        data = json.loads(store.get(JOB_FILE))
+        data = json.loads(store.get(_JOB_FILE))
+        return Job(parameters=data["parameters"], borders=np.array(data["borders"], dtype=np.int64))
     except NotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{store.root}/{JOB_FILE} is damaged ({error}), so the unfinished conversion cannot be continued. "
-            f"Start again with --overwrite."
+            f"{store.url(_JOB_FILE)} is damaged ({error}), so the unfinished conversion cannot be continued. "
+            f"Start again with {options.say('overwrite', True)}."
         ) from error
-    return Job(parameters=data["parameters"], borders=np.array(data["borders"], dtype=np.int64))
 
 
 def save_job(store: Store, job: Job) -> None:
     """Write the job down, before its first shard."""
     data = {"parameters": job.parameters, "borders": job.borders.tolist()}
-    store.put(JOB_FILE, json.dumps(data).encode())
-
-
-def check_same(found: dict[str, Any], wanted: dict[str, Any], root: str) -> None:
-    """Refuse to continue a job with other parameters.
-
-    Raises:
-        ConfigError: They differ; the sentence says in what.
-    """
-    names = [name for name in wanted if found.get(name) != wanted[name]]
-    if names:
-        differences = ", ".join(f"{name} was {found.get(name)!r} and is {wanted[name]!r}" for name in names)
-        raise ConfigError(
-            f"{root} holds an unfinished conversion with other parameters ({differences}), and shards of both would "
-            f"be mixed. Continue with the same parameters, or start again with --overwrite."
-        )
+    store.put(_JOB_FILE, json.dumps(data).encode())
 
 
 def find_parts(store: Store, job: Job) -> dict[int, ShardPart]:
@@ -178,7 +349,7 @@ def clear_target(store: Store) -> None:
 def remove_job(store: Store) -> None:
     """Forget the job: the manifest is written."""
     paths = [info.path for info in store.list(f"{JOB_FOLDER}/")]
-    _delete(store, sorted(paths, key=lambda path: path == JOB_FILE))
+    _delete(store, sorted(paths, key=lambda path: path == _JOB_FILE))
 
 
 def _delete(store: Store, paths: list[str]) -> None:

@@ -2,31 +2,49 @@
 
 Enters: what a media item names. Leaves: its bytes, or `BadSampleError` with a reason to count by; or just its size, for
 planning. What the bytes mean is not known here.
+
+Web addresses are asked for as they are written, with their escapes and queries (signed URLs), and answers need not say
+their length: that is more than the object stores' client does.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import http.client
 import os
+import random
+import ssl
 import stat
+import time
+import urllib.error
+import urllib.request
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import unquote_to_bytes
+from urllib.parse import quote, unquote, unquote_to_bytes
 
-from vlm_stream.errors import AccessError, BadSampleError, ConfigError, NotFoundError, StorageError
+from vlm_stream.errors import AccessError, BadSampleError, ConfigError, NotFoundError, StorageError, say_error, shorten
 from vlm_stream.media import LMDB_SEPARATOR, read_lmdb
+from vlm_stream.storage import StoreOptions, local_path, open_store, scheme_of
 
 if TYPE_CHECKING:
-    from vlm_stream.storage import Store, StoreOptions
+    from vlm_stream.storage import Store
 
 __all__ = ["MediaReader"]
 
 _READ_BYTES: Final = 1 << 24
+_NAME_BYTES: Final = 4096
+"""No path is longer."""
+_GONE: Final = (404, 410)
+_REFUSED: Final = (401, 403)
+_AGAIN: Final = (408, 425, 429, 500, 502, 503, 504)
+_LEGAL: Final = "%/:=&?~#+!$,;'@()*[]"
+"""Characters of a URL that are not escaped, because they mean something or are escapes."""
 
 
-@dataclass(slots=True)
+@dataclass
 class MediaReader:
     """Reads media for one worker; keeps the stores it has opened."""
 
@@ -50,7 +68,7 @@ class MediaReader:
         elif not isinstance(where, str):
             raise _bad("unsupported_medium", f"a medium is given as {type(where).__name__}, not as path, URL or bytes.")
         elif where.startswith("data:"):
-            return _read_data_url(where)
+            data = _read_data_url(where)
         else:
             if self.confine:
                 _check_confined(where, root)
@@ -68,23 +86,40 @@ class MediaReader:
         if where.startswith("data:"):
             return len(where)
         try:
-            if "://" in where:
+            scheme = scheme_of(where)
+            if scheme in ("http", "https"):
+                with self._ask(where, "HEAD") as answer:
+                    return int(answer.headers.get("Content-Length") or 0)
+            if scheme != "file":
                 store, name = self._open(where)
                 return store.head(name).size
-            return len(read_lmdb(where)) if LMDB_SEPARATOR in where else Path(where).stat().st_size
-        except (BadSampleError, ConfigError, StorageError, OSError, ValueError):
+            path = local_path(where) if "://" in where else where
+            return len(read_lmdb(path)) if LMDB_SEPARATOR in path else Path(path).stat().st_size
+        except (BadSampleError, ConfigError, StorageError, OSError, ValueError, http.client.HTTPException):
             return 0
 
     def _read_named(self, where: str) -> bytes:
+        scheme = scheme_of(where)
+        if scheme in ("http", "https"):
+            return self._read_web(where)
+        if scheme != "file":
+            return self._read_object(where)
         if "://" in where:
-            return self._read_url(where)
+            try:
+                return _read_file(local_path(where))
+            except ConfigError as error:
+                raise _bad("bad_url", f"{_show(where)} names no file ({error})") from error
+        if len(where) > _NAME_BYTES:
+            raise _bad(
+                "not_a_path",
+                f"a medium is a text of {len(where):,} characters ({where[:20]}...), which is no path; if it is "
+                f"base64, write data:image/jpeg;base64, before it.",
+            )
         if LMDB_SEPARATOR in where and not Path(where).exists():
             return read_lmdb(where)
         return _read_file(where)
 
     def _open(self, url: str) -> tuple[Store, str]:
-        from vlm_stream.storage import open_store
-
         scheme, _, rest = url.partition("://")
         bucket, _, name = rest.partition("/")
         root = f"{scheme}://{bucket}"
@@ -92,20 +127,55 @@ class MediaReader:
             self._stores[root] = open_store(root, self.options)
         return self._stores[root], name
 
-    def _read_url(self, url: str) -> bytes:
-        if url.startswith("file://"):
-            return _read_file(url.removeprefix("file://"))
+    def _read_object(self, url: str) -> bytes:
         try:
             store, name = self._open(url)
             return bytes(store.get(name))
         except ConfigError as error:
-            raise _bad("bad_url", f"{url} names no object ({error})") from error
+            raise _bad("bad_url", f"{_show(url)} names no object ({error})") from error
         except NotFoundError as error:
-            raise _bad("missing_file", f"there is nothing at {url}.") from error
+            raise _bad("missing_file", f"there is nothing at {_show(url)}.") from error
         except AccessError as error:
-            raise _bad("no_access", f"{url} may not be read ({error}).") from error
+            raise _bad("no_access", f"{_show(url)} may not be read ({error}).") from error
         except StorageError as error:
-            raise _bad("fetch_failed", f"{url} could not be fetched ({error}).") from error
+            raise _bad("fetch_failed", f"{_show(url)} could not be fetched ({error}).") from error
+
+    @cached_property
+    def _opener(self) -> urllib.request.OpenerDirector:
+        """Return what sends requests: with the system's proxies, and the certificates of the options."""
+        context = ssl.create_default_context(cafile=self.options.ca_file if self.options else None)
+        return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
+
+    def _ask(self, url: str, method: str = "GET") -> Any:
+        options = self.options or StoreOptions()
+        request = urllib.request.Request(quote(url, safe=_LEGAL), method=method)  # noqa: S310 (it is http or https)
+        return self._opener.open(request, timeout=options.read_timeout_s)
+
+    def _read_web(self, url: str) -> bytes:
+        """Fetch a web address; what may be better the next time is tried again."""
+        retry = (self.options or StoreOptions()).retry
+        deadline = time.monotonic() + retry.deadline_s
+        wait = retry.backoff_s
+        for left in range(retry.max_retries, -1, -1):
+            try:
+                with self._ask(url) as answer:
+                    return bytes(answer.read())
+            except urllib.error.HTTPError as error:
+                error.close()
+                if error.code in _GONE:
+                    raise _bad("missing_file", f"there is nothing at {_show(url)} ({error}).") from error
+                if error.code in _REFUSED:
+                    raise _bad("no_access", f"{_show(url)} may not be read ({error}).") from error
+                fault, final = str(error), error.code not in _AGAIN
+            except (ValueError, http.client.InvalidURL, UnicodeError) as error:
+                raise _bad("bad_url", f"{_show(url)} is no web address ({say_error(error)}).") from error
+            except (OSError, http.client.HTTPException) as error:
+                fault, final = say_error(error), False
+            if final or not left or time.monotonic() + wait > deadline:
+                raise _bad("fetch_failed", f"{_show(url)} could not be fetched ({fault}).")
+            time.sleep(wait * (0.5 + random.random()))
+            wait = min(2 * wait, retry.max_backoff_s)
+        raise AssertionError("the last attempt returns or raises")
 
 
 def _read_file(where: str) -> bytes:
@@ -130,7 +200,7 @@ def _read_file(where: str) -> bytes:
         raise _bad("missing_file", f"there is no file {where}{hint}.") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise _bad("unreadable_file", f"{where!r} cannot be read ({reason}).") from error
+        raise _bad("unreadable_file", f"{_show(where)!r} cannot be read ({reason}).") from error
 
 
 def _read_data_url(url: str) -> bytes:
@@ -138,34 +208,30 @@ def _read_data_url(url: str) -> bytes:
     try:
         if not comma:
             raise ValueError("no comma")
-        data = base64.b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
+        return base64.b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
     except (ValueError, binascii.Error) as error:
         raise _bad("bad_data_url", f"{_show(url)} is not a data URL ({error}).") from error
-    if not data:
-        raise _bad("empty_file", f"{_show(url)} has zero bytes.")
-    return data
 
 
 def _check_confined(where: str, root: str | None) -> None:
     if root is None:
-        raise _bad("escapes_media_dir", f"{where} cannot be confined: its source has no media_dir.")
-    if "://" in where and not where.startswith("file://"):
-        inside = where.startswith(root.rstrip("/") + "/") and ".." not in where.split("/")
-    else:
-        path = where.removeprefix("file://")
-        path = path.partition(LMDB_SEPARATOR)[0] if not Path(path).exists() else path
-        folder = os.path.realpath(root.removeprefix("file://"))
-        try:
+        raise _bad("escapes_media_dir", f"{_show(where)} cannot be confined: its source has no media_dir.")
+    try:
+        if scheme_of(where) != "file":
+            inside = where.startswith(root.rstrip("/") + "/") and ".." not in unquote(where).split("/")
+        else:
+            path = local_path(where) if "://" in where else where
+            path = path.partition(LMDB_SEPARATOR)[0] if not Path(path).exists() else path
+            folder = os.path.realpath(local_path(root) if "://" in root else root)
             inside = os.path.commonpath((folder, os.path.realpath(path))) == folder
-        except ValueError as error:  # a NUL
-            raise _bad("unreadable_file", f"{where[:200]!r} is no path ({error}).") from error
+    except (ValueError, OSError) as error:  # a NUL, a name that is too long, a host in a file URL
+        raise _bad("unreadable_file", f"{_show(where)!r} is no path ({error}).") from error
     if not inside:
-        raise _bad("escapes_media_dir", f"{where} lies outside of {root}, and media are confined to it.")
+        raise _bad("escapes_media_dir", f"{_show(where)} lies outside of {root}, and media are confined to it.")
 
 
 def _show(where: object) -> str:
-    text = where if isinstance(where, str) else f"a medium given as {type(where).__name__}"
-    return text if len(text) <= 200 else f"{text[:100]}..."
+    return shorten(where, 300) if isinstance(where, str) else f"a medium given as {type(where).__name__}"
 
 
 def _bad(reason: str, detail: str) -> BadSampleError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import ConfigError, nearest_name
 
@@ -19,8 +20,9 @@ ENGINES: Final = ("local", "ray")
 class ShardOptions:
     """How records become shards. Only the first group of fields changes bytes."""
 
-    processor: str | None = None
-    """Name or path of a transformers processor: text tokens are then exact. None: a third of the characters."""
+    processor: Any = None
+    """A transformers processor, or the name or path of one: text tokens are then exact. None: a third of the
+    characters."""
     trust_remote_code: bool = False
     """Let the processor bring code of its own from the hub."""
     samples_per_shard: int = 1000
@@ -41,33 +43,53 @@ class ShardOptions:
     """For a bare data file: what relative media paths are joined to."""
     confine_media: bool = False
     """Refuse media outside of their source's media_dir."""
+    exif_rotate: bool = False
+    """Turn images as their EXIF orientation says: the index holds the turned sizes, and training turns them too."""
 
-    workers: int = 1
+    workers: int | None = None
+    """Processes, or Ray tasks at a time. None: as many as pay for their start."""
     engine: str = "local"
     """`local`: processes of this machine. `ray`: a Ray cluster."""
     ray_address: str | None = None
     """Address of a running cluster; None starts one on this machine."""
-    resume: bool = False
-    """Continue what an earlier run left unfinished."""
+    resume: bool = True
+    """Go on with what the same conversion left here: unfinished, or finished. False: refuse it."""
     overwrite: bool = False
     """Remove the dataset at the target first."""
-    bad_budget: float | None = None
-    """Share of bad records above which the conversion fails; None: any number of them."""
+    bad_budget: float | None = 0.03
+    """Share of bad records above which the conversion fails; None or 1: never."""
     store: StoreOptions | None = None
     """How to reach object stores."""
+    flags: bool = False
+    """Whether messages name options as the command line does."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for name in ("samples_per_shard", "workers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1.")
-        if self.max_shard_bytes is not None and self.max_shard_bytes < 1:
-            raise ConfigError(f"max_shard_bytes is {self.max_shard_bytes}, but must be at least 1; None is no limit.")
+        for name in ("samples_per_shard", "workers", "max_shard_bytes"):
+            value = getattr(self, name)
+            if value is None and name != "samples_per_shard":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{self.say(name)} is {value!r}, but must be a whole number of at least 1.")
         if self.engine not in ENGINES:
             raise ConfigError(f"'{self.engine}' is no engine; {nearest_name(self.engine, ENGINES)}")
-        if self.resume and self.overwrite:
-            raise ConfigError("resume keeps what is there and overwrite removes it: choose one of them.")
-        if self.bad_budget is not None and not 0 <= self.bad_budget <= 1:
-            raise ConfigError(f"bad_budget is {self.bad_budget}, but is a share of the records: between 0 and 1.")
+        budget = self.bad_budget
+        if budget is not None and not (isinstance(budget, (int, float)) and 0 <= budget <= 1):
+            raise ConfigError(f"{self.say('bad_budget')} is {budget}, but is a share of the records: between 0 and 1.")
         if self.shuffle is not None and not 0 <= self.shuffle < 2**64:
-            raise ConfigError(f"shuffle is {self.shuffle}, but a seed lies between 0 and 2**64 - 1.")
+            raise ConfigError(f"{self.say('shuffle')} is {self.shuffle}, but a seed lies between 0 and 2**64 - 1.")
+
+    def say(self, name: str, value: Any = None) -> str:
+        """Return an option, with a value if there is one, as the caller writes it.
+
+        >>> ShardOptions().say("bad_budget", 0.1), ShardOptions(flags=True).say("overwrite", True)
+        ('bad_budget=0.1', '--overwrite')
+        """
+        if not self.flags:
+            return name if value is None else f"{name}={value!r}"
+        flag = f"--{name.replace('_', '-')}"
+        return flag if value is None or value is True else f"{flag} {value}"
+
+    def most_bad(self, num_records: int) -> float:
+        """Return how many of the records may be bad."""
+        return math.inf if self.bad_budget is None else self.bad_budget * num_records

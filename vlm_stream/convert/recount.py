@@ -2,6 +2,9 @@
 
 Enters: a dataset's URL and a processor. Leaves: the dataset with other counts. Only the JSON and text members are
 read, by range. The manifest is written last; after an interruption the recount is run again.
+
+Whoever trains on a dataset whose text was only guessed can learn how far the guess is off (`fit_guess`), from a few
+samples and without changing anything.
 """
 
 from __future__ import annotations
@@ -9,11 +12,13 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 from vlm_stream.conversation import iter_media
 from vlm_stream.convert.counting import open_counter
-from vlm_stream.convert.engines import LocalEngine
+from vlm_stream.convert.engines import LocalEngine, choose_workers
 from vlm_stream.convert.rows import SampleCounts, check_fits_index, recounted_index
 from vlm_stream.convert.sample import picked_frames
 from vlm_stream.errors import BadSampleError, blame_sample
@@ -24,23 +29,36 @@ from vlm_stream.format import (
     index_name,
     is_text_member,
     load_manifest,
+    read_index,
     save_manifest,
     to_conversation,
 )
 from vlm_stream.ledger import BadSample
 from vlm_stream.storage import open_store
-from vlm_stream.tokens import MediaSizes
+from vlm_stream.tokens import MediaSizes, TextCounter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy.typing as npt
 
     from vlm_stream.conversation import Conversation
-    from vlm_stream.format import FieldMap, ShardEntry, ShardIndex
+    from vlm_stream.format import FieldMap, OpenDataset, ShardEntry, ShardIndex
     from vlm_stream.storage import Store, StoreOptions
+    from vlm_stream.tokens import Geometry
 
-__all__ = ["RecountReport", "recount"]
+    Ints = npt.NDArray[np.int64]
+
+__all__ = ["GuessFit", "RecountReport", "fit_guess", "recount"]
 
 _NUM_THREADS: Final = 16
+_SECONDS_PER_SAMPLE: Final = 1.5e-3
+"""About what one process counts."""
+_FIT_SHARDS: Final = 8
+_FIT_SAMPLES: Final = 256
+"""Counted of these shards together."""
+_FIT_SHARE: Final = 0.98
+"""Samples whose text is no longer than planned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +90,7 @@ class _Recounter:
     root: str
     tars: str
     fields: FieldMap
-    processor: str | None
+    processor: Any
     trust_remote_code: bool
     store: StoreOptions | None
 
@@ -87,7 +105,7 @@ class _Recounter:
         none = -1 if self.processor is None else 0
         counts = [SampleCounts(text, none) for text, _ in before]
         refused = []
-        for row, texts in _iter_texts(tars, shard.name, index):
+        for row, texts in _iter_texts(tars, shard.name, index, range(len(index))):
             names = [member.name for member in index.members(row)]
             try:
                 conversation = to_conversation(self.fields, names, texts)
@@ -105,7 +123,9 @@ class _Recounter:
         return entry, sum(a != b for a, b in zip(before, counts, strict=True)), refused
 
 
-def _iter_texts(store: Store, path: str, index: ShardIndex) -> Iterator[tuple[int, dict[str, bytes]]]:
+def _iter_texts(
+    store: Store, path: str, index: ShardIndex, rows: Sequence[int]
+) -> Iterator[tuple[int, dict[str, bytes]]]:
     """Yield row and contents of its text members; many are asked for at a time, because each is a small request."""
 
     def read(row: int) -> dict[str, bytes]:
@@ -114,7 +134,7 @@ def _iter_texts(store: Store, path: str, index: ShardIndex) -> Iterator[tuple[in
         return {member.name: bytes(content) for member, content in zip(wanted, found, strict=True)}
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        yield from enumerate(pool.map(read, range(len(index))))
+        yield from zip(rows, pool.map(read, rows), strict=True)
 
 
 def _sizes(index: ShardIndex, row: int, conversation: Conversation) -> MediaSizes:
@@ -133,10 +153,10 @@ def _refused(shard: str, key: str, offset: int, error: BadSampleError) -> BadSam
 
 def recount(
     url: str,
-    processor: str | None,
+    processor: Any,
     *,
     trust_remote_code: bool = False,
-    workers: int = 1,
+    workers: int | None = None,
     store: StoreOptions | None = None,
     on_shard: Callable[[ShardEntry, int], None] | None = None,
 ) -> RecountReport:
@@ -144,9 +164,9 @@ def recount(
 
     Args:
         url: The dataset's folder or URL.
-        processor: Name or path of a transformers processor; None goes back to estimates, without labels.
+        processor: A transformers processor, or the name or path of one; None goes back to estimates, without labels.
         trust_remote_code: Whether the processor may bring its own code.
-        workers: Shards at a time.
+        workers: Shards at a time; None: as many as pay for their start.
         store: How to reach object stores.
         on_shard: Called with every recounted shard and the number of shards, for progress.
     """
@@ -164,6 +184,10 @@ def recount(
     entries: dict[str, ShardEntry] = {}
     refused: dict[str, list[BadSample]] = {}
     num_changed = 0
+    counter = open_counter(processor, trust_remote_code=trust_remote_code)
+    if workers is None:
+        seconds = manifest.totals.samples * _SECONDS_PER_SAMPLE
+        workers = choose_workers(seconds, len(manifest.shards), with_processor=processor is not None)
     for entry, changed, bad in LocalEngine(workers).run(task, manifest.shards):
         entries[entry.name], refused[entry.name] = entry, bad
         num_changed += changed
@@ -172,13 +196,13 @@ def recount(
     counted = replace(
         manifest,
         shards=ShardList.of(entries[shard.name] for shard in manifest.shards),
-        tokens=open_counter(processor, trust_remote_code=trust_remote_code).note,
+        tokens=counter.note,
     )
     save_manifest(dataset, counted)
     return RecountReport(
         url=dataset.root,
         digest=counted.digest,
-        processor=processor or "",
+        processor=counter.note.processor,
         tokens_before=manifest.totals.text_tokens,
         tokens_after=counted.totals.text_tokens,
         labels_after=counted.totals.label_tokens,
@@ -186,3 +210,69 @@ def recount(
         refused=tuple(bad for shard in manifest.shards for bad in refused[shard.name]),
         seconds=round(time.perf_counter() - begin, 3),
     )
+
+
+class GuessFit(NamedTuple):
+    """How guessed text tokens become likely ones, and such that nearly no sample has more."""
+
+    slope: float
+    offset: float
+    margin: float
+    num_samples: int
+
+    def correct(self, tokens: Ints, text: Ints, capacity: int) -> Ints:
+        """Return [n] safe lengths of samples.
+
+        Args:
+            tokens: [n] Lengths by the guess.
+            text: [n] The guess of their text, a part of them.
+            capacity: Of a row. What is likely to fit a row alone is not made longer than a row.
+        """
+        likely = self.slope * text + self.offset
+        safe = tokens - text + np.ceil(self.margin * likely).astype(np.int64)
+        most: Ints = np.maximum(tokens - text + np.ceil(likely).astype(np.int64), capacity)
+        corrected: Ints = np.minimum(safe, most)
+        return corrected
+
+
+def fit_guess(
+    dataset: OpenDataset, processor: Any, geometry: Geometry, options: StoreOptions | None
+) -> GuessFit | None:
+    """Count a few samples, spread evenly over a dataset, and compare with the counts of its index.
+
+    Args:
+        dataset: Its text was guessed.
+        processor: The one that trains.
+        geometry: Of that processor.
+        options: How to reach object stores.
+
+    Returns:
+        The line through guesses and counts, the same in every process; None where not one sample could be counted.
+    """
+    counter = TextCounter(processor, geometry)
+    manifest = dataset.manifest
+    tars = open_store(manifest.tars, options) if manifest.tars else dataset.store
+    shards = [number for number, samples in enumerate(manifest.shards.column("samples")) if samples]
+    pairs: list[tuple[int, int]] = []
+    places = np.unique(np.linspace(0, len(shards) - 1, _FIT_SHARDS).astype(int)).tolist()
+    for shard in (manifest.shards[shards[place]] for place in places):
+        index = read_index(dataset.store, shard, tars=manifest.tars)
+        rows = np.unique(np.linspace(0, len(index) - 1, _FIT_SAMPLES // len(places)).astype(int)).tolist()
+        for row, texts in _iter_texts(tars, shard.name, index, rows):
+            try:
+                names = [member.name for member in index.members(row)]
+                conversation = to_conversation(manifest.fields, names, texts)
+                count = counter.count(conversation, _sizes(index, row, conversation))
+            except Exception as error:  # a bad sample, of which training will say more
+                blame_sample(error, "convert", "bad_form", "the sample cannot be counted")
+                continue
+            pairs.append((int(index.columns.text_tokens[row]), count))
+    if not pairs:
+        return None
+    guessed, counted = np.array(pairs, dtype=np.float64).T
+    slope = 1.0
+    if np.ptp(guessed):
+        slope = max(float(np.polyfit(guessed, counted, 1)[0]), 0.1)
+    offset = max(float(np.mean(counted - slope * guessed)), 0.0)
+    margin = max(float(np.quantile(counted / np.maximum(slope * guessed + offset, 1.0), _FIT_SHARE)), 1.0)
+    return GuessFit(round(slope, 3), round(offset, 1), round(margin + 0.0005, 3), len(pairs))

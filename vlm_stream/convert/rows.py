@@ -1,26 +1,47 @@
-"""Rows of an index: what is known of each sample of a shard, and the Parquet bytes of all of them.
+"""A shard's two files: samples laid into a tar, and the rows of its index.
 
-Enters: what the writer or the reader of a tar learned. Leaves: bytes; the same rows give the same bytes.
+Enters: samples with their keys, in order, or what the reader of a tar learned of them. Leaves: the bytes of a tar,
+written front to back; a row for each sample, with the place and the checksum of its bytes; and the Parquet bytes of all
+rows. The same samples give the same bytes. Records, stores and other shards are not known here.
+
+The tar as a whole gets a crc32c too: a sha256 of it would cost as much as reading and writing together.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
+import crc32c
+
+from vlm_stream.convert.tar import END_OF_TAR, member_header, padding
 from vlm_stream.errors import BadSampleError
 from vlm_stream.format import index_schema, read_table, write_table
+from vlm_stream.storage import Member
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vlm_stream.storage import Member
+    from vlm_stream.convert.sample import Sample
     from vlm_stream.tokens import MediaSizes
 
-__all__ = ["SampleCounts", "SampleRow", "check_fits_index", "encode_index", "recounted_index"]
+__all__ = [
+    "SampleCounts",
+    "SampleRow",
+    "ShardWriter",
+    "check_fits_index",
+    "encode_index",
+    "recounted_index",
+    "write_all",
+]
 
 _LARGEST: Final = 2**31 - 1
 """Counts and sizes have 32 bits in an index; places in a shard have 64."""
+_BATCH_BYTES: Final = 1 << 20
+"""Small samples are written together."""
+_MAX_VECTORS: Final = 512
+"""Pieces in one call; systems allow 1,024."""
 
 
 class SampleCounts(NamedTuple):
@@ -104,3 +125,71 @@ def check_fits_index(text_tokens: int, sizes: MediaSizes) -> None:
         if wrong is not None:
             detail = f"the sample claims {wrong} {what}, which no index holds: it goes from 0 to {_LARGEST}."
             raise BadSampleError("convert", "number_too_large", detail)
+
+
+class ShardWriter:
+    """Lays samples into a tar, one after the other."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        """Write to an open file without a buffer of its own, from its beginning."""
+        self._file = file
+        self._crc = 0
+        self._batch: list[bytes] = []
+        self._batch_bytes = 0
+        self.num_bytes = 0
+        self.rows: list[SampleRow] = []
+
+    def add(self, key: str, sample: Sample, counts: SampleCounts) -> None:
+        """Append one sample with all of its members."""
+        begin = position = self.num_bytes
+        crc = 0
+        places = []
+        for name, content in sample.members:
+            header = member_header(f"{key}.{name}", len(content))
+            places.append(Member(name, position + len(header), len(content)))
+            for piece in (header, content, bytes(padding(len(content)))):
+                crc = crc32c.crc32c(piece, crc)
+                position += len(piece)
+                self._batch.append(piece)
+        self._batch_bytes += position - begin
+        if self._batch_bytes >= _BATCH_BYTES:
+            self._write_batch()
+        self.num_bytes = position
+        self.rows.append(
+            SampleRow(
+                key=key,
+                id=sample.id,
+                entry=sample.entry,
+                offset=begin,
+                size=position - begin,
+                crc32c=crc,
+                text_tokens=counts.text_tokens,
+                label_tokens=counts.label_tokens,
+                sizes=sample.sizes,
+                members=tuple(places),
+            )
+        )
+
+    def finish(self) -> int:
+        """Write the end of the tar; return the crc32c of the whole."""
+        self._batch.append(END_OF_TAR)
+        self._write_batch()
+        self.num_bytes += len(END_OF_TAR)
+        return self._crc
+
+    def _write_batch(self) -> None:
+        pieces, self._batch, self._batch_bytes = self._batch, [], 0
+        for piece in pieces:
+            self._crc = crc32c.crc32c(piece, self._crc)
+        write_all(self._file.fileno(), pieces)
+
+
+def write_all(descriptor: int, pieces: list[bytes]) -> None:
+    """Write many pieces with few calls and no copies."""
+    for first in range(0, len(pieces), _MAX_VECTORS):
+        some = pieces[first : first + _MAX_VECTORS]
+        written = os.writev(descriptor, some) if hasattr(os, "writev") else 0
+        if written < sum(map(len, some)):  # interrupted, or more than one call takes, or Windows
+            rest = memoryview(b"".join(some))[written:]
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vlm_stream.conversation import MEDIA_TYPES, check_conversation, frame_rate, iter_media, named_frames
-from vlm_stream.errors import BadSampleError, blame_sample
+from vlm_stream.errors import BadSampleError, blame_sample, shorten
 from vlm_stream.format import MEDIA_EXTENSIONS
-from vlm_stream.media import probe_audio, probe_image, probe_video
+from vlm_stream.keys import EXIF_ROTATE
+from vlm_stream.media import is_turned, probe_audio, probe_image, probe_video
 from vlm_stream.tokens import AudioSize, ImageSize, MediaSizes, VideoSize
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ _MAGIC = (
     (0, b"OggS", "ogg"),
     (0, b"ID3", "mp3"),
 )
+_ISO_MEDIA = {"image": "avif", "video": "mp4", "audio": "m4a"}
+"""What one and the same container is called, by what it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,8 +63,10 @@ class Sample:
     """Name of the meta file's entry, or of the file, that it came from."""
 
 
-def build_sample(record: Record, reader: MediaReader) -> Sample:
+def build_sample(record: Record, reader: MediaReader, *, exif_rotate: bool = False) -> Sample:
     """Read the record's media and give them member names.
+
+    With `exif_rotate` items whose images are to be turned say so, and sizes are those of the turned images.
 
     Raises:
         BadSampleError: A medium cannot be had or its header cannot be read, or the conversation is not JSON.
@@ -76,13 +81,16 @@ def build_sample(record: Record, reader: MediaReader) -> Sample:
         frames = where if isinstance(where, (list, tuple)) else [where]
         if frames is where and (medium != "video" or not frames):
             raise BadSampleError("convert", "media_not_a_path", f"one {medium} item names {len(where)} media.")
-        named = [media.add(medium, frame) for frame in frames]
+        named = [media.add("image" if frames is where else medium, frame) for frame in frames]
         item[medium] = [name for name, _ in named] if frames is where else named[0][0]
         try:
-            sizes[medium].append(measure_item(item, [data for _, data in named]))
+            contents = [data for _, data in named]
+            if exif_rotate and medium != "audio" and any(is_turned(data) for data in contents):
+                item[EXIF_ROTATE] = True
+            sizes[medium].append(measure_item(item, contents))
         except BadSampleError as error:
             shown = next((place for place in frames if isinstance(place, str)), f"a {medium} given as bytes")
-            raise BadSampleError(error.stage, error.reason, f"{shown[:300]}: {error}") from error
+            raise BadSampleError(error.stage, error.reason, f"{shorten(shown, 300)}: {error}") from error
     text: dict[str, Any] = {"conversation": conversation, "id": record.own_id, "source": record.source}
     if record.extras:
         text["extras"] = record.extras
@@ -113,7 +121,7 @@ def measure_item(item: Item, contents: Sequence[bytes]) -> ImageSize | VideoSize
     """Return the size of one media item from the header of its member, or members where it is a list of frames."""
     medium = item["type"]
     if medium == "image":
-        height, width = probe_image(contents[0])
+        height, width = probe_image(contents[0], exif_rotate=bool(item.get(EXIF_ROTATE)))
         return ImageSize(height=height, width=width)
     if medium == "audio":
         audio = probe_audio(contents[0])
@@ -148,7 +156,7 @@ def picked_frames(item: Item, num_frames: int) -> tuple[int, ...]:
 def _measure_frames(contents: Sequence[bytes], item: Item) -> VideoSize:
     if not contents:
         raise BadSampleError("convert", "bad_video", "the video is an empty list of frames.")
-    sizes = {probe_image(content) for content in contents}
+    sizes = {probe_image(content, exif_rotate=bool(item.get(EXIF_ROTATE))) for content in contents}
     if len(sizes) > 1:
         raise BadSampleError("convert", "bad_video", f"the frames of a video differ in size: {sorted(sizes)}.")
     rate = frame_rate(item) or 0.0
@@ -179,6 +187,8 @@ def _extension(medium: str, where: Any, data: bytes) -> str:
     suffix = where[-16:].rpartition(".")[2].lower() if isinstance(where, str) else ""
     known = MEDIA_EXTENSIONS[medium]
     sniffed = next((name for begin, magic, name in _MAGIC if data[begin : begin + len(magic)] == magic), "")
+    if sniffed == "mp4":
+        sniffed = _ISO_MEDIA[medium]
     if sniffed in known and not (sniffed in ("mp4", "mkv", "jpg") and suffix in ("mov", "m4v", "webm", "jpeg")):
         return sniffed
     return suffix if suffix in known else sniffed or "bin"

@@ -8,40 +8,50 @@ host, no worker number. It runs in any process of any engine.
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import os
 import posixpath
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Final
 
-from vlm_stream.convert.counting import SampleCounter, open_counter
-from vlm_stream.convert.layout import JOB_FOLDER, part_name, sample_key, shard_name
+import numpy as np
+
+from vlm_stream.convert.counting import open_counter
+from vlm_stream.convert.job import JOB_FOLDER, ShardPart, part_name, sample_key, shard_name
 from vlm_stream.convert.media_bytes import MediaReader
-from vlm_stream.convert.rows import check_fits_index, encode_index
-from vlm_stream.convert.sample import build_sample
-from vlm_stream.convert.writer import ShardWriter, write_all
+from vlm_stream.convert.rows import ShardWriter, check_fits_index, encode_index, write_all
+from vlm_stream.convert.sample import build_sample, sample_bytes_bound
 from vlm_stream.errors import StorageError, blame_sample
-from vlm_stream.format import ShardEntry, Totals, describe_shard, index_name
+from vlm_stream.format import describe_shard, index_name
 from vlm_stream.ledger import BadSample
 from vlm_stream.storage import open_store, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    import numpy as np
-    import numpy.typing as npt
-
-    from vlm_stream.sources import RecordSource
+    from vlm_stream.convert.job import Ints
+    from vlm_stream.convert.rows import SampleCounts
+    from vlm_stream.convert.sample import Sample
+    from vlm_stream.sources import Record, RecordSource
     from vlm_stream.storage import Store, StoreOptions
 
-__all__ = ["ShardContext", "ShardPart", "ShardTask", "is_local", "write_shard"]
+__all__ = [
+    "RecordSizer",
+    "ShardContext",
+    "ShardPart",
+    "ShardTask",
+    "flush_in_background",
+    "is_local",
+    "seconds_per_record",
+    "write_shard",
+]
 
-_LOG = logging.getLogger(__name__)
+_PROBE_SECONDS: Final = 0.5
+_NUM_PROBES: Final = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +59,7 @@ class ShardTask:
     """One shard to be written."""
 
     number: int
-    records: npt.NDArray[np.int64]
+    records: Ints
     """Record numbers, in the order of the shard."""
 
 
@@ -59,48 +69,82 @@ class ShardContext:
 
     source: RecordSource
     out: str
-    processor: str | None = None
+    processor: Any = None
     trust_remote_code: bool = False
     confine_media: bool = False
+    exif_rotate: bool = False
     store: StoreOptions | None = None
 
     def __call__(self, task: ShardTask) -> ShardPart:
         """Write one shard."""
         return write_shard(self, task)
 
+    def build(self, record: Record) -> tuple[Sample, SampleCounts]:
+        """Return the sample and what its text costs.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardPart:
-    """One finished shard: its manifest entry and what was bad in it."""
+        Raises:
+            BadSampleError: It cannot be used.
+        """
+        counter = open_counter(self.processor, trust_remote_code=self.trust_remote_code)
+        sample = build_sample(record, _open_reader(self.confine_media, self.store), exif_rotate=self.exif_rotate)
+        counts = counter.count(sample.conversation, sample.sizes, record.extras.get("_text_tokens"))
+        check_fits_index(counts.text_tokens, sample.sizes)
+        return sample, counts
 
-    number: int
-    entry: ShardEntry
-    bad: tuple[BadSample, ...] = field(default=())
 
-    def to_json(self) -> str:
-        """Return the note that is kept beside the shard until the job ends."""
-        data = {"entry": asdict(self.entry), "number": self.number, "bad": [bad.to_json() for bad in self.bad]}
-        return json.dumps(data, ensure_ascii=False)
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordSizer:
+    """Measures `chunk` records from a given one on: at most how many bytes each takes in a tar."""
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> ShardPart:
-        """Read what `to_json` wrote."""
-        data: dict[str, Any] = json.loads(text)
-        entry = ShardEntry(**(data["entry"] | {"totals": Totals(**data["entry"]["totals"])}))
-        return cls(number=data["number"], entry=entry, bad=tuple(map(BadSample.from_json, data["bad"])))
+    source: RecordSource
+    options: StoreOptions | None
+    chunk: int
+
+    def __call__(self, begin: int) -> tuple[int, Ints]:
+        """Return `begin` and the sizes."""
+        end = min(begin + self.chunk, len(self.source))
+        return begin, np.array([self._measure(number) for number in range(begin, end)], dtype=np.int64)
+
+    def _measure(self, number: int) -> int:
+        try:
+            return sample_bytes_bound(self.source.read(number), _open_reader(False, self.options))
+        except Exception as error:
+            blame_sample(error, "convert", "bad_record", "the record cannot be measured")
+            return 0  # it will not be in any shard
+
+
+def seconds_per_record(context: ShardContext) -> float:
+    """Return what a record costs, from a few of them, spread over the input: whether further processes would pay.
+
+    Each is timed twice and the shorter time counts: the first may load libraries, and others use the machine.
+    """
+    times = []
+    begin = time.perf_counter()
+    for number in np.linspace(0, len(context.source) - 1, _NUM_PROBES).astype(int).tolist():
+        times.append(min(_time_record(context, number) for _ in range(2)))
+        if time.perf_counter() - begin > _PROBE_SECONDS:
+            break
+    return sum(times) / len(times)
+
+
+def _time_record(context: ShardContext, number: int) -> float:
+    begin = time.perf_counter()
+    try:
+        context.build(context.source.read(number))
+    except Exception as error:
+        blame_sample(error, "convert", "bad_record", "the record cannot be made a sample")
+    return time.perf_counter() - begin
 
 
 def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
     """Write one shard and its index; return what the manifest has to know."""
     store = open_store(context.out, context.store)
     name = shard_name(task.number)
-    counter = open_counter(context.processor, trust_remote_code=context.trust_remote_code)
-    reader = _open_reader(context.confine_media, context.store)
     bad: list[BadSample] = []
     with _staged(store, name) as file:
         writer = ShardWriter(file)
         for record in task.records.tolist():
-            _add_record(writer, context.source, record, reader, counter, bad)
+            _add_record(writer, context, record, bad)
         crc32c = writer.finish()
     index = encode_index(writer.rows)
     _put(store, index_name(name), index)
@@ -117,38 +161,31 @@ def _open_reader(confine: bool, options: StoreOptions | None) -> MediaReader:
     return MediaReader(confine=confine, options=options)
 
 
-def _add_record(
-    writer: ShardWriter,
-    source: RecordSource,
-    number: int,
-    reader: MediaReader,
-    counter: SampleCounter,
-    bad: list[BadSample],
-) -> None:
+def _add_record(writer: ShardWriter, context: ShardContext, number: int, bad: list[BadSample]) -> None:
     """Append one record to the shard, or note why not."""
     try:
-        record = source.read(number)
+        record = context.source.read(number)
     except Exception as error:  # a record can hold anything in any place
-        name, origin = _locate(source, number)
-        bad.append(_bad_sample(name, origin, error))
+        name, origin = _locate(context.source, number)
+        bad.append(_bad_sample(name, origin, "", error))
         return
-    name, own_id = record.source, record.id
+    name, own_id, origin = record.source, record.id, record.origin
     try:
-        sample = build_sample(record, reader)
-        counts = counter.count(sample.conversation, sample.sizes, record.extras.get("_text_tokens"))
-        check_fits_index(counts.text_tokens, sample.sizes)
+        sample, counts = context.build(record)
     except Exception as error:
-        bad.append(_bad_sample(name, own_id, error))
+        bad.append(_bad_sample(name, own_id, origin, error))
         return
     for note in record.extras.get("_mismatches", ()):
         reason, _, detail = str(note).partition(": ")
-        bad.append(BadSample(source=name, sample=own_id, stage="kept", reason=reason, detail=detail))
+        bad.append(BadSample(source=name, sample=own_id, origin=origin, stage="kept", reason=reason, detail=detail))
     writer.add(sample_key(number), sample, counts)
 
 
-def _bad_sample(source: str, sample: str, error: Exception) -> BadSample:
+def _bad_sample(source: str, sample: str, origin: str, error: Exception) -> BadSample:
     blamed = blame_sample(error, "convert", "bad_record", "the record cannot be made a sample")
-    return BadSample(source=source, sample=sample, stage=blamed.stage, reason=blamed.reason, detail=str(blamed))
+    return BadSample(
+        source=source, sample=sample, origin=origin, stage=blamed.stage, reason=blamed.reason, detail=str(blamed)
+    )
 
 
 def _locate(source: Any, number: int) -> tuple[str, str]:
@@ -204,7 +241,7 @@ def _staged(store: Store, name: str) -> Iterator[IO[bytes]]:
     except OSError as error:
         raise StorageError(
             f"{name} could not be written ({error.strerror or error}); what is finished is kept. "
-            f"Free some space in {folder or tempfile.gettempdir()}, and go on with --resume."
+            f"Free some space in {folder or tempfile.gettempdir()}, and convert the same again to go on."
         ) from error
     finally:
         path.unlink(missing_ok=True)
@@ -252,5 +289,5 @@ def _flush(folder: str, number: int) -> None:
         Path(folder, part_name(number)).unlink(missing_ok=True)
         raise StorageError(
             f"{tar} could not be brought to disk ({error.strerror or error}), so it will be written again. "
-            f"Check the disk and its free space, and go on with --resume."
+            f"Check the disk and its free space, and convert the same again to go on."
         ) from error

@@ -10,12 +10,12 @@ import hashlib
 import io
 import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from vlm_stream.conversation import iter_media
-from vlm_stream.convert.engines import LocalEngine
+from vlm_stream.convert.engines import LocalEngine, choose_workers
 from vlm_stream.convert.tar import iter_members
 from vlm_stream.errors import BadSampleError, DatasetError, NotFoundError
 from vlm_stream.format import ShardIndex, decode_index, index_name, is_text_member, load_manifest, to_conversation
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from vlm_stream.storage import Store, StoreOptions
 
 __all__ = ["Problem", "VerifyReport", "verify_dataset"]
+
+_BYTES_PER_SECOND: Final = 4e8
+"""About what one process checks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,7 @@ class _Checker:
 def verify_dataset(
     url: str,
     *,
-    workers: int = 1,
+    workers: int | None = None,
     store: StoreOptions | None = None,
     on_shard: Callable[[ShardEntry, int, int], None] | None = None,
 ) -> VerifyReport:
@@ -92,7 +95,7 @@ def verify_dataset(
 
     Args:
         url: The dataset's folder or URL.
-        workers: Shards checked at a time.
+        workers: Shards checked at a time; None: as many as pay for their start.
         store: How to reach object stores.
         on_shard: Called with every checked shard, the number of shards and its number of problems, for progress.
 
@@ -104,6 +107,8 @@ def verify_dataset(
     manifest = load_manifest(dataset)
     checker = _Checker(root=dataset.root, tars=manifest.tars, fields=manifest.fields, store=store)
     found: dict[str, list[Problem]] = {}
+    if workers is None:
+        workers = choose_workers(manifest.totals.bytes / _BYTES_PER_SECOND, len(manifest.shards))
     for shard, problems in LocalEngine(workers).run(checker, manifest.shards):
         found[shard.name] = problems
         if on_shard is not None:

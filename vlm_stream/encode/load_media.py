@@ -9,17 +9,18 @@ vision tower; `mask_vision_tokens` hides it from attention, and packing must kee
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.conversation import Conversation, Item, frame_rate, iter_media, named_frames
 from vlm_stream.encode.control_tokens import vision_token_ids
 from vlm_stream.errors import BadSampleError, blame_sample
-from vlm_stream.keys import FAKE_IMAGE_SIZE
+from vlm_stream.keys import EXIF_ROTATE, FAKE_IMAGE_SIZE
 from vlm_stream.media import (
     LMDB_SEPARATOR,
     DecodedVideo,
+    ImageConfig,
     VideoInfo,
     decode_audio,
     decode_frame_list,
@@ -142,7 +143,7 @@ def load_media(
         where = item.get(item["type"])
         try:
             if item["type"] == "image":
-                loaded.images.append(_load_image(where, members, config))
+                loaded.images.append(_load_image(where, members, _image_config(item, config)))
             elif item["type"] == "video":
                 loaded.videos.append(_load_video(item, members, config, reads.frame_rule))
             else:
@@ -169,12 +170,17 @@ def check_supported(item: Item, reads: ProcessorReads) -> None:
         )
 
 
-def _load_image(where: Any, members: Mapping[str, Any], config: EncodeConfig) -> Image.Image:
+def _image_config(item: Item, config: EncodeConfig) -> ImageConfig:
+    """Return how the images of an item are decoded: turned, where the item says so."""
+    return replace(config.image, exif_rotate=True) if item.get(EXIF_ROTATE) else config.image
+
+
+def _load_image(where: Any, members: Mapping[str, Any], config: ImageConfig) -> Image.Image:
     if hasattr(where, "convert"):  # decoded already
         return to_rgb(where)
     if isinstance(where, str) and where == _FAKE_NAME and where not in members:
         return make_fake_image()
-    return decode_image(_bytes_of(where, members), config.image)
+    return decode_image(_bytes_of(where, members), config)
 
 
 def _load_video(item: Item, members: Mapping[str, Any], config: EncodeConfig, rule: FrameRule) -> DecodedVideo:
@@ -182,7 +188,7 @@ def _load_video(item: Item, members: Mapping[str, Any], config: EncodeConfig, ru
     pick = picker(rule, item)
     if isinstance(where, (list, tuple)) and where and isinstance(where[0], (str, bytes, bytearray, memoryview)):
         frames = [_bytes_of(name, members) for name in where]
-        return decode_frame_list(frames, pick, frame_rate(item) or rule.fps, config.image)
+        return decode_frame_list(frames, pick, frame_rate(item) or rule.fps, _image_config(item, config))
     if isinstance(where, (list, tuple)) or hasattr(where, "shape"):
         return _ready_frames(item, rule)
     return decode_video(_bytes_of(where, members), pick, config.video_backend)

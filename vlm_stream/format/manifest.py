@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, reduce
 from operator import add, attrgetter, eq
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, overload
 
 from vlm_stream.errors import DatasetError, NotFoundError
 from vlm_stream.format.fields import FieldMap
+from vlm_stream.storage import scheme_of
 from vlm_stream.tokens import Geometry
 
 if TYPE_CHECKING:
@@ -320,12 +322,14 @@ def load_manifest(store: Store) -> Manifest:
     Raises:
         DatasetError: There is none, or it cannot be used.
     """
+    if scheme_of(store.root) == "file" and Path(store.root).is_file():
+        raise DatasetError(f"{store.root} is a file; name the dataset's folder, which holds {MANIFEST}.")
     try:
         text = store.get(MANIFEST)
     except NotFoundError as error:
         raise DatasetError(
             f"{store.root} has no {MANIFEST}: its conversion is not finished, or it is no dataset. "
-            f"Finish it with: vlm-stream make-shards --resume; for tars made elsewhere run: vlm-stream index"
+            f"Finish it by the same make-shards again; for tars made elsewhere run: vlm-stream index"
         ) from error
     manifest = Manifest.from_json(text, where=f"{store.root}/{MANIFEST}")
     if manifest.home != store.root and any(manifest.shards.column("etag")):

@@ -10,7 +10,7 @@ Files: `image.py`, `video.py`, `audio.py`, `lmdb.py`.
 from __future__ import annotations
 
 from vlm_stream.media.audio import AudioInfo, decode_audio, probe_audio, resample_audio
-from vlm_stream.media.image import ImageConfig, decode_image, probe_image, to_rgb
+from vlm_stream.media.image import ImageConfig, decode_image, is_turned, probe_image, to_rgb
 from vlm_stream.media.lmdb import LMDB_SEPARATOR, read_lmdb
 from vlm_stream.media.video import DecodedVideo, VideoBackend, VideoInfo, decode_frame_list, decode_video, probe_video
 
@@ -25,6 +25,7 @@ __all__ = [
     "decode_frame_list",
     "decode_image",
     "decode_video",
+    "is_turned",
     "probe_audio",
     "probe_image",
     "probe_video",

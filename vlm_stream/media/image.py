@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from vlm_stream.errors import BadSampleError, blame_sample
 
@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
-__all__ = ["ImageConfig", "decode_image", "probe_image"]
+__all__ = ["ImageConfig", "decode_image", "is_turned", "probe_image", "to_rgb"]
 
 ImageData: TypeAlias = "bytes | bytearray | memoryview | str | Path"
+_ORIENTATION: Final = 0x0112
+_TURNED: Final = range(2, 9)
+_SIDEWAYS: Final = range(5, 9)
+"""Orientations whose height and width change places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +33,34 @@ class ImageConfig:
     max_pixels: int = 89_478_485
     """Larger images are bad samples: decoding them would take the worker's memory. Pillow's own limit."""
     exif_rotate: bool = False
-    """Turn the image as its EXIF orientation says. Off, as in the processors; the index holds stored sizes."""
+    """Turn images as their EXIF orientation says. Off, as in the processors. Datasets that were converted with
+    `exif_rotate` say it of each image, because the sizes in their index are the turned ones."""
 
 
 DEFAULT_IMAGE_CONFIG = ImageConfig()
 
 
-def probe_image(data: ImageData) -> tuple[int, int]:
-    """Return (height, width) from the header alone; raise `BadSampleError` when there is none."""
-    image = _open(data, DEFAULT_IMAGE_CONFIG.max_pixels, stage="convert")
-    width, height = image.size
-    image.close()
-    return height, width
+def probe_image(data: ImageData, *, exif_rotate: bool = False) -> tuple[int, int]:
+    """Return (height, width) from the header alone, as stored or as turned; raise `BadSampleError` without a header."""
+    with _open(data, DEFAULT_IMAGE_CONFIG.max_pixels, stage="convert") as image:
+        width, height = image.size
+        return (width, height) if exif_rotate and _orientation(image) in _SIDEWAYS else (height, width)
+
+
+def is_turned(data: ImageData) -> bool:
+    """Tell whether bytes are an image that its EXIF orientation turns or mirrors."""
+    try:
+        with _open(data, DEFAULT_IMAGE_CONFIG.max_pixels, stage="convert") as image:
+            return _orientation(image) in _TURNED
+    except BadSampleError:
+        return False
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # damaged EXIF, which decoding passes over as well
+        return 1
 
 
 def decode_image(data: ImageData, config: ImageConfig = DEFAULT_IMAGE_CONFIG) -> Image.Image:

@@ -133,7 +133,7 @@ def _check_sources(was: Fingerprints, now: Fingerprints, allow: Collection[str])
     if facts and "sources" not in allow:
         raise StateError(
             f"The state belongs to another mixture: {'; '.join(facts)}. Restore it, or allow 'sources': all other "
-            f"sources keep their positions. (A source with weight 0 leaves without an override.)"
+            f"sources keep their positions."
         )
     return bool(gone or changed)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any, TypeAlias
 
+import crc32c
 import numpy as np
 import numpy.typing as npt
 
@@ -29,6 +30,7 @@ __all__ = [
 Order: TypeAlias = npt.NDArray[np.int64]
 
 _SEED = 42
+_DIGEST_BYTES = 1 << 22
 
 
 def sample_order(num_records: int, ratio: float) -> Order | None:
@@ -107,6 +109,15 @@ class Catalog:
     def origin(self, index: int) -> str:
         """Return `file:line` of a record, good or bad."""
         return self.data.where(self._number(index))
+
+    def digest(self) -> str:
+        """Return what changes with any byte of the file, and with the order of its records."""
+        crc = 0
+        with self.data.file.stream() as stream:
+            while piece := stream.read(_DIGEST_BYTES):
+                crc = crc32c.crc32c(piece, crc)
+        order = 0 if self.order is None else crc32c.crc32c(self.order.tobytes())
+        return f"{self.name} {self.data.file.size_bytes} {crc} {order}"
 
     def _number(self, index: int) -> int:
         if not 0 <= index < len(self):

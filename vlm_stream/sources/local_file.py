@@ -78,7 +78,7 @@ class LocalFile:
         except OSError as error:
             raise SourceError(
                 f"{self.path}: byte {begin:,} could not be read ({error.strerror or error}). Check the disk and the "
-                "mount, and go on with --resume."
+                "mount, and convert the same again to go on."
             ) from error
         if size_bytes:
             raise SourceError(
