@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from vlm_stream.conversation import iter_media
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.ledger import BadSample, Ledger
-from vlm_stream.sources.catalog import rank_share
-from vlm_stream.sources.data_file import FileCache
-from vlm_stream.sources.form import MISMATCHES_KEY, OnMismatch, check_policy
+from vlm_stream.sources.catalog import FileCache, rank_share
 from vlm_stream.sources.open_source import open_entry, read_entries
+from vlm_stream.sources.sharegpt import MISMATCHES_KEY, OnMismatch, check_policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
