@@ -112,7 +112,7 @@ def make_shards(
     if finished is not None:
         return _report(store.root, finished, len(source), len(finished.shards), begin)
     engine = open_engine(options)
-    order = record_order(len(source), options.shuffle)
+    order = record_order(len(source), options.shuffle, getattr(source, "block_ends", None))
     job = load_job(store) or Job(parameters=parameters, borders=_cut(source, order, options, engine))
     save_job(store, job)
     parts = find_parts(store, job)
@@ -144,6 +144,7 @@ def _open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOpti
         columns=options.columns or None,
         tags=options.tags or None,
         media_dir=options.media_dir,
+        media_first=options.media_first or None,
         store=options.store,
     )
 
