@@ -138,7 +138,7 @@ class StreamOptions:
     )
     """None: positions by what the processor tells, with the 2 tokens per second of the published Qwen2.5-VL
     checkpoints, and the costs of a 7B model. A config without the model's sizes leaves the costs at that."""
-    with_refs: bool = option(False, 'Add batch["refs"]: source, shard and key of each sample in each row.')
+    with_refs: bool = option(False, 'Add batch["refs"]: source, shard, key, entry and own id of each sample.')
 
     bad_budget: float | None = option(0.01, "Share of bad samples above which the run stops; None: never.")
     prefetch_bytes: int = option(

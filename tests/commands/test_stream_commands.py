@@ -43,13 +43,17 @@ def test_where_names_what_the_loader_delivers(capsys, toy_shards, processor):
     loader = StreamLoader(toy_shards, processor=processor, pack_size=1024, with_refs=True)
     batches = list(loader)
     code, out, _ = call(capsys, "where", toy_shards, "--pack-size", 1024, "--step", 3, "--json")
-    named = [(line["shard"], line["key"]) for line in json.loads(out)["samples"]]
+    lines = json.loads(out)["samples"]
+    named = [(line["shard"], line["key"], line["entry"], line["id"]) for line in lines]
     assert code == 0
     assert named == [name[1:] for row in batches[3]["refs"] for name in row]
     key = named[-1][1]
     code, out, _ = call(capsys, "where", toy_shards, "--pack-size", 1024, "--key", key, "--json")
     (line,) = json.loads(out)["samples"]
-    assert (line["step"], line["rank"], line["key"]) == (3, 0, key)
+    assert (line["step"], line["rank"], line["key"], line["found_by"]) == (3, 0, key, "key")
+    own = next(line for line in lines if line["id"])
+    code, out, _ = call(capsys, "where", toy_shards, "--pack-size", 1024, "--key", own["id"], "--json")
+    assert json.loads(out)["samples"] == [own | {"found_by": "id"}]
     code, out, _ = call(capsys, "where", toy_shards, "--pack-size", 1024, "--step", 3)
     assert key in out
 
@@ -198,7 +202,10 @@ def test_a_recipe_may_stand_where_datasets_do(capsys, toy_shards, saved_processo
         (["plan", "DATA", "--pack-size", "1024", "--set", "windw=3"], "there is no option 'windw'; did you mean"),
         (["plan", "DATA", "--pack-size", "1024", "--set", "epochs=null"], "the plan has no end"),
         (["plan", "DATA", "--pack-size", "1024", "--set", "x"], "has no '='"),
-        (["where", "DATA", "--pack-size", "1024", "--key", "nobody"], "no source has a sample with the key 'nobody'"),
+        (
+            ["where", "DATA", "--pack-size", "1024", "--key", "nobody"],
+            "with the key or the id 'nobody'",
+        ),
         (["where", "DATA", "--pack-size", "1024", "--step", "9999"], "Step 9999 is not ahead"),
         (["where", "DATA", "--pack-size", "1024", "--step", "1", "--state", "no.json"], "the state no.json cannot"),
         (["replay", "DATA", "--pack-size", "1024", "--step", "1", "--out", "x.pt"], "without a processor"),

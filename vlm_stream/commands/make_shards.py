@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
     group.add_argument("--names", metavar="A,B", help="only these entries of a meta file, or splits of a folder")
     group.add_argument("--on-mismatch", choices=("drop", "keep", "raise"), default="drop")
-    group.add_argument("--columns", metavar="NAME=FIELD,...", help="columns of a data file, where they are not recognised")
+    group.add_argument(
+        "--columns", metavar="NAME=FIELD,...", help="columns of a data file, where they are not recognised"
+    )
     group.add_argument("--tags", metavar="NAME=VALUE,...", help="role keys and roles of a data file, likewise")
     group.add_argument("--media-dir", metavar="DIR", help="what media paths of a data file are relative to")
     group.add_argument(

@@ -5,7 +5,8 @@ and the conversation that the small files of a sample make. No tar is opened her
 how datasets are written.
 
 Files, in the order the data meets them: `fields` (members of a sample -> conversation), `manifest`, `table` (schema of
-an index), `index` (one shard), `dataset` (all shards, within a bound of memory).
+an index), `media` (what plans need of a shard), `index` (all that is known of it), `dataset` (all shards, within a
+bound of memory).
 """
 
 from vlm_stream.format.dataset import Drawn, IndexCache, OpenDataset
@@ -16,9 +17,10 @@ from vlm_stream.format.fields import (
     guess_fields,
     is_text_member,
     medium_of,
+    own_names,
     to_conversation,
 )
-from vlm_stream.format.index import ShardIndex, decode_index, fetch_index, read_index
+from vlm_stream.format.index import ShardIndex, decode_index, describe_shard, fetch_index, read_index
 from vlm_stream.format.manifest import (
     MANIFEST,
     Manifest,
@@ -47,6 +49,7 @@ __all__ = [
     "TokenCounting",
     "Totals",
     "decode_index",
+    "describe_shard",
     "fetch_index",
     "guess_fields",
     "index_name",
@@ -54,6 +57,7 @@ __all__ = [
     "is_text_member",
     "load_manifest",
     "medium_of",
+    "own_names",
     "read_index",
     "read_table",
     "save_manifest",

@@ -9,6 +9,7 @@ import logging
 import random
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import crc32c
 import numpy as np
 import numpy.typing as npt
 
@@ -186,6 +187,11 @@ class Catalog:
             example = None
         return _origin(self.data.where(number), _own_id(example))
 
+    def digest(self) -> str:
+        """Return what changes with the file, and with the order of its records."""
+        order = 0 if self.order is None else crc32c.crc32c(self.order.tobytes())
+        return f"{self.name} {self.data.digest()} {order}"
+
     def _number(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of source '{self.name}', which has {len(self)}")
@@ -206,6 +212,7 @@ class Catalog:
         return Record(
             source=self.name,
             id=str(number) if own_id is None else own_id,
+            has_id=own_id is not None,
             origin=origin,
             conversation=extras.pop("conversation"),
             media_root=self.form.media_dir,

@@ -15,6 +15,7 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import crc32c
 import numpy as np
 import numpy.typing as npt
 
@@ -91,13 +92,25 @@ class DataFile:
         """Return the number of records, bad ones included."""
         return len(self.spans)
 
+    def digest(self) -> str:
+        """Return what changes with any byte of the file."""
+        crc = 0
+        with self.file.stream() as stream:
+            while piece := stream.read(_PEEK_BYTES):
+                crc = crc32c.crc32c(piece, crc)
+        return f"{self.file.size_bytes} {crc}"
+
+    def raw(self, number: int) -> bytes:
+        """Return the bytes of a record."""
+        return self.file.read_at(int(self.spans.begins[number]), int(self.spans.sizes[number]))
+
     def where(self, number: int) -> str:
         """Return `file:line`, or `file[index]` of an array."""
         return f"{self.path}[{number}]" if self.is_array else f"{self.path}:{self.spans.lines[number]}"
 
     def load(self, number: int) -> Any:
         """Return the parsed example; raise `UnreadableError` when it is not JSON in UTF-8."""
-        return parse_json(self.file.read_at(int(self.spans.begins[number]), int(self.spans.sizes[number])))
+        return parse_json(self.raw(number))
 
 
 def first_bytes(file: LocalFile) -> tuple[int, bytes]:

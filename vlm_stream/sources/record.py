@@ -42,6 +42,13 @@ class Record:
     """Folder that relative media paths were resolved against."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Known passengers: `mm_inputs_meta`, `_text_tokens`, `_media_tokens`, `_mismatches`."""
+    has_id: bool = True
+    """Whether the id is the sample's own."""
+
+    @property
+    def own_id(self) -> str | None:
+        """Return the id that the sample brought along; None: it has none."""
+        return self.id if self.has_id and self.id else None
 
 
 class RecordSource(Protocol):

@@ -11,6 +11,7 @@ import copy
 import io
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -66,6 +67,12 @@ class TableFiles:
     def block_ends(self) -> npt.NDArray[np.int64] | None:
         """Return where each row group ends, because its rows are read together; None for Arrow, which is mapped."""
         return self._ends if any(isinstance(file, _ParquetFile) for file in self._files) else None
+
+    def digest(self) -> str:
+        """Return what changes with the files, as far as their footers tell; their bytes may be far away and many."""
+        return " ".join(
+            f"{PurePosixPath(path).name} {file.digest()}" for path, file in zip(self.paths, self._files, strict=True)
+        )
 
     def reading(self, columns: Iterable[str]) -> TableFiles:
         """Return these rows with no other columns than these."""
@@ -138,7 +145,8 @@ class _ParquetFile:
         except (OSError, ValueError) as error:  # Arrow's errors are kinds of these
             raise _refusal(path, "Parquet", error) from error
         self.block_rows = np.array([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)], np.int64)
-        self._num_bytes = metadata.serialized_size
+        places = [metadata.row_group(i).column(0).file_offset for i in range(metadata.num_row_groups)]
+        self._footer = f"{metadata.serialized_size} {metadata.num_rows} {places[-1:]}"
         self._file = None  # thousands of files would be open
 
     def _opened(self) -> Any:
@@ -153,12 +161,14 @@ class _ParquetFile:
                 self._file = pq.ParquetFile(local_path(self.path), memory_map=False)
         return self._file
 
+    def digest(self) -> str:
+        """Return a few numbers of the footer."""
+        return self._footer
+
     def read(self, block: int, columns: Sequence[str] | None) -> Any:
         """Return a row group as a table, or the sentence that says why not."""
         try:
             file = self._opened()
-            if file.metadata.serialized_size != self._num_bytes:
-                raise SourceError(f"{self.path}: the file has changed since it was opened. Start again.")
             known = set(file.schema_arrow.names)
             return file.read_row_group(block, None if columns is None else [name for name in columns if name in known])
         except VlmStreamError:
@@ -204,6 +214,10 @@ class _ArrowFile:
     def _batch(self, block: int) -> Any:
         batches = self._opened()
         return batches[block] if isinstance(batches, list) else batches.get_batch(block)
+
+    def digest(self) -> str:
+        """Return the size of the file and the rows of its batches."""
+        return f"{self.file.size_bytes} {self.block_rows.tolist()}"
 
     def read(self, block: int, columns: Sequence[str] | None) -> Any:
         """Return a batch, or the sentence that says why not."""
