@@ -13,6 +13,7 @@ from __future__ import annotations
 from vlm_stream.convert.convert import ShardReport, make_shards
 from vlm_stream.convert.foreign import IndexOptions, index_tars
 from vlm_stream.convert.options import ShardOptions
+from vlm_stream.convert.precount import PrecountReport, precount
 from vlm_stream.convert.recount import RecountReport, recount
 from vlm_stream.convert.stats import DatasetStats, Histogram, dataset_stats
 from vlm_stream.convert.verify import Problem, VerifyReport, verify_dataset
@@ -21,6 +22,7 @@ __all__ = [
     "DatasetStats",
     "Histogram",
     "IndexOptions",
+    "PrecountReport",
     "Problem",
     "RecountReport",
     "ShardOptions",
@@ -29,6 +31,7 @@ __all__ = [
     "dataset_stats",
     "index_tars",
     "make_shards",
+    "precount",
     "recount",
     "verify_dataset",
 ]

@@ -39,22 +39,7 @@ if TYPE_CHECKING:
     from vlm_stream.conversation import Item
     from vlm_stream.sources.record import RecordSource
 
-__all__ = [
-    "FACTORIES",
-    "PREFIX",
-    "json2token",
-    "make_cord_v2_dataset",
-    "make_cv17_dataset",
-    "make_llava_onevision_dataset",
-    "make_medpix_dataset",
-    "make_rdr_dataset",
-    "make_sharegpt_dataset",
-    "make_shopify_product_catalogue_dataset",
-    "make_tulu3_dataset",
-    "make_tulu3_magicoder_text_mix_dataset",
-    "make_unimm_chat_dataset",
-    "open_factory",
-]
+__all__ = ["FACTORIES", "PREFIX", "json2token", "open_factory"]
 
 PREFIX: Final = "factory:"
 _LOG = logging.getLogger(__name__)
@@ -95,21 +80,11 @@ def _factory(
     return make
 
 
-def _about_image(image: Any, question: object, answer: object) -> dict[str, Any]:
-    user = turn("user", media_item("image", image), text_item(question))
-    return {"conversation": [user, turn("assistant", text_item(answer))]}
-
-
-def _rdr(row: Mapping[str, Any], _: int) -> dict[str, Any]:
-    return _about_image(row["image"], _DESCRIBE, row["text"])
-
-
-def _medpix(row: Mapping[str, Any], _: int) -> dict[str, Any]:
-    return _about_image(row["image_id"], row["question"], row["answer"])
-
-
-def _shopify(row: Mapping[str, Any], _: int) -> dict[str, Any]:
-    return _about_image(row["product_image"], _CATEGORY, row["ground_truth_category"])
+def _about_image(row: Mapping[str, Any], _: int, *, image: str, question: str, answer: str) -> dict[str, Any]:
+    """Return an image with its answer; a question that is no name of a column is asked as it stands."""
+    asked = row[question] if question.isidentifier() else question
+    user = turn("user", media_item("image", row[image]), text_item(asked))
+    return {"conversation": [user, turn("assistant", text_item(row[answer]))]}
 
 
 def _cord(row: Mapping[str, Any], number: int, seed: int) -> dict[str, Any]:
@@ -124,7 +99,8 @@ def _cord(row: Mapping[str, Any], number: int, seed: int) -> dict[str, Any]:
         raise BadSampleError("convert", "no_ground_truth", f"'ground_truth' has no parse (keys: {keys})")
     # Keyed by the row alone: a shared generator would make the choice depend on the order of reading.
     chosen = random.Random(f"cord_v2:{seed}:{number}").choice(parses)
-    return _about_image(row["image"], _DESCRIBE, json2token(chosen))
+    parsed = {"image": row["image"], "parse": json2token(chosen)}
+    return _about_image(parsed, number, image="image", question=_DESCRIBE, answer="parse")
 
 
 def _unimm(row: Mapping[str, Any], _: int) -> dict[str, Any]:
@@ -251,20 +227,21 @@ def resample(samples: npt.NDArray[np.float32], rate: int, new_rate: int) -> npt.
         return samples.astype(np.float32)
     num_samples = round(len(samples) * new_rate / rate)
     spectrum = np.fft.rfft(samples.astype(np.float64))
-    return (np.fft.irfft(_fit(spectrum, num_samples // 2 + 1), num_samples) * (new_rate / rate)).astype(np.float32)
-
-
-def _fit(spectrum: npt.NDArray[np.complex128], size: int) -> npt.NDArray[np.complex128]:
-    fitted = np.zeros(size, np.complex128)
-    kept = min(size, len(spectrum))
+    fitted = np.zeros(num_samples // 2 + 1, np.complex128)
+    kept = min(len(fitted), len(spectrum))
     fitted[:kept] = spectrum[:kept]
-    return fitted
+    return (np.fft.irfft(fitted, num_samples) * (new_rate / rate)).astype(np.float32)
 
 
-make_rdr_dataset = _factory("rdr", "quintend/rdr-items", ("image", "text"), _rdr)
-make_medpix_dataset = _factory("medpix", "medpix-dataset/medpix-dataset", ("image_id", "question", "answer"), _medpix)
-make_shopify_product_catalogue_dataset = _factory(
-    "shopify_product_catalogue", "Shopify/product-catalogue", ("product_image", "ground_truth_category"), _shopify
+def _about_images(name: str, default: str, image: str, question: str, answer: str) -> Callable[..., HFSource]:
+    columns = tuple(column for column in (image, question, answer) if column.isidentifier())
+    return _factory(name, default, columns, partial(_about_image, image=image, question=question, answer=answer))
+
+
+make_rdr_dataset = _about_images("rdr", "quintend/rdr-items", "image", _DESCRIBE, "text")
+make_medpix_dataset = _about_images("medpix", "medpix-dataset/medpix-dataset", "image_id", "question", "answer")
+make_shopify_product_catalogue_dataset = _about_images(
+    "shopify_product_catalogue", "Shopify/product-catalogue", "product_image", _CATEGORY, "ground_truth_category"
 )
 make_unimm_chat_dataset = _factory("unimm_chat", "Yirany/UniMM-Chat", ("image", "conversation"), _unimm)
 make_llava_onevision_dataset = _factory(
@@ -343,22 +320,13 @@ def make_tulu3_magicoder_text_mix_dataset(
     limit_total: int | None = None,
     **kwargs: Any,
 ) -> MixedSource:
-    """Return Tulu-3 dialogues and Magicoder problems, drawn 80 to 20 until both were seen whole.
+    """Return Tulu-3 dialogues and Magicoder problems, drawn by `probabilities` until both were seen whole.
 
-    Args:
-        path_or_dataset: Tulu-3 (column `messages`).
-        magicoder_path_or_dataset: Magicoder (columns `problem`, `solution`).
-        split: Of both.
-        probabilities: How often each is drawn.
-        seed: Of the draw.
-        max_turns: Dialogues of more messages are left out.
-        limit_total: No more examples than this, both together.
-        **kwargs: Options that mean nothing here; they are named in the log.
+    Dialogues of more than `max_turns` messages are left out; `limit_total` is that of both together.
     """
     tulu = make_tulu3_dataset(path_or_dataset, split, max_turns=max_turns, **kwargs)
-    code = HFSource(
-        load_rows(magicoder_path_or_dataset, split, ("problem", "solution")), name="magicoder", convert=_magicoder
-    )
+    rows = load_rows(magicoder_path_or_dataset, split, ("problem", "solution"))
+    code = HFSource(rows, name="magicoder", convert=_magicoder)
     for source in (tulu, code):
         if not len(source):
             raise SourceError(f"'{source.name}' has no rows (left), so there is nothing to mix; leave it out.")
@@ -402,16 +370,19 @@ def _list_lengths(column: Any) -> Any:
 
 
 FACTORIES: Final[dict[str, Callable[..., Any]]] = {
-    "cord_v2": make_cord_v2_dataset,
-    "cv17": make_cv17_dataset,
-    "llava_onevision": make_llava_onevision_dataset,
-    "medpix": make_medpix_dataset,
-    "rdr": make_rdr_dataset,
-    "sharegpt": make_sharegpt_dataset,
-    "shopify_product_catalogue": make_shopify_product_catalogue_dataset,
-    "tulu3": make_tulu3_dataset,
-    "tulu3_magicoder": make_tulu3_magicoder_text_mix_dataset,
-    "unimm_chat": make_unimm_chat_dataset,
+    make.__name__.removeprefix("make_").removesuffix("_dataset").removesuffix("_text_mix"): make
+    for make in (
+        make_cord_v2_dataset,
+        make_cv17_dataset,
+        make_llava_onevision_dataset,
+        make_medpix_dataset,
+        make_rdr_dataset,
+        make_sharegpt_dataset,
+        make_shopify_product_catalogue_dataset,
+        make_tulu3_dataset,
+        make_tulu3_magicoder_text_mix_dataset,
+        make_unimm_chat_dataset,
+    )
 }
 
 

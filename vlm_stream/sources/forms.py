@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMS", "KnownForm", "Recognised", "ShareGptForm", "as_turns", "held_media", "recognise", "show"]
 
-_MAIN: Final = ("messages", "prompt", "texts", "text")
+_MAIN: Final[tuple[str, ...]] = ("messages", "prompt", "texts", "text")
 """The columns of which one holds the words: turns, a question, pairs of turns, or a text."""
 MEDIA_NAMES: Final = {
     "images": ("images", "image", "image_path", "image_paths", "img"),
@@ -116,7 +116,7 @@ class ShareGptForm:
                     )
                 if not isinstance(value, str):
                     raise SourceError(f"'{key}' in '{what}' is {show(value)}, so it names no field; write a string.")
-        return cls(**{**(columns or {}), **(tags or {})}, media_dir=media_dir or None, media_first=media_first)  # type: ignore[arg-type]
+        return cls(**{**(columns or {}), **(tags or {})}, media_dir=media_dir or None, media_first=media_first)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -148,34 +148,25 @@ _ROLE: Final = {"role_tag": "role", "content_tag": "content", "tool_tag": "tool"
 _OPENAI: Final = ("<image_url>", "<input_audio>", "<input_image>", "<input_text>", "<video_url>", "<audio_url>")
 
 
+def _chat(title: str, column: str, tags: dict[str, str], *marks: str, media_first: bool = False) -> KnownForm:
+    return KnownForm(title=title, columns={"messages": column}, tags=tags, marks=marks, media_first=media_first)
+
+
 def _pair(prompt: str, completion: str, title: str = "prompt and completion") -> KnownForm:
     return KnownForm(title=title, columns={"prompt": prompt, "completion": completion}, media_first=True)
 
 
 FORMS: Final = (
-    KnownForm(
-        title="InternVL conversations",
-        columns={"messages": "conversations"},
-        tags=_FROM,
-        marks=("width_list", "height_list", "width", "height"),
-        media_first=True,
-    ),
-    KnownForm(title="LLaVA conversations", columns={"messages": "conversations"}, tags=_FROM, marks=("image", "video")),
-    *(
-        KnownForm(title="ShareGPT conversations", columns={"messages": name}, tags=_FROM)
-        for name in ("conversations", "messages", "conversation")
-    ),
-    KnownForm(title="OpenAI messages", columns={"messages": "messages"}, tags=_ROLE, marks=_OPENAI),
-    KnownForm(
-        title="Qwen messages",
-        columns={"messages": "messages"},
-        tags=_ROLE,
-        marks=("<image=>", "<video=>", "<audio=>"),
-    ),
-    *(
-        KnownForm(title="chat messages", columns={"messages": name}, tags=_ROLE)
-        for name in ("messages", "conversations", "conversation")
-    ),
+    _chat("InternVL conversations", "conversations", _FROM, "width_list", "height_list", "width", media_first=True),
+    _chat("LLaVA conversations", "conversations", _FROM, "image", "video"),
+    _chat("ShareGPT conversations", "conversations", _FROM),
+    _chat("ShareGPT conversations", "messages", _FROM),
+    _chat("ShareGPT conversations", "conversation", _FROM),
+    _chat("OpenAI messages", "messages", _ROLE, *_OPENAI),
+    _chat("Qwen messages", "messages", _ROLE, "<image=>", "<video=>", "<audio=>"),
+    _chat("chat messages", "messages", _ROLE),
+    _chat("chat messages", "conversations", _ROLE),
+    _chat("chat messages", "conversation", _ROLE),
     KnownForm(title="Cauldron texts", columns={"texts": "texts"}, media_first=True),
     _pair("prompt", "completion"),
     _pair("prompt", "response"),
@@ -216,7 +207,7 @@ def recognise(
     ShareGptForm.from_dicts(columns, tags)  # refuses unknown keys
     columns, tags = dict(columns or {}), dict(tags or {})
     rows = [record for record in records if isinstance(record, dict)]
-    given = {key: columns[key] for key in (*_MAIN, "completion") if key in columns}
+    given: dict[str, str] = {key: columns[key] for key in (*_MAIN, "completion") if key in columns}
     fitting = _fitting(rows, given, tags)
     chosen = _choose(fitting, rows)
     if chosen is None:

@@ -138,7 +138,13 @@ def map_sharegpt(example: Mapping[str, Any], form: ShareGptForm) -> tuple[Conver
     if isinstance(turns, Mismatch):
         return [], [turns]
     media = ExampleMedia(example, form)
-    conversation = [message for number, turn in enumerate(turns, 1) if (message := _message(turn, number, form, media))]
+    conversation: Conversation = []
+    for number, turn in enumerate(turns, 1):
+        message = _message(turn, number, form, media)
+        if isinstance(message, Mismatch):
+            media.mismatches.append(message)
+        else:
+            conversation.append(message)
     media.place_rest(conversation)
     if not conversation and not media.mismatches:
         media.mismatches.append(Mismatch("empty_conversation", f"'{form.columns[0]}' has no turns"))
@@ -180,30 +186,30 @@ def _turns(example: Mapping[str, Any], form: ShareGptForm) -> list[Any] | Mismat
     return head
 
 
-def _message(turn: object, number: int, form: ShareGptForm, media: ExampleMedia) -> Message | None:
-    """Return one turn, or None when nothing of it can be used."""
+def _message(turn: object, number: int, form: ShareGptForm, media: ExampleMedia) -> Message | Mismatch:
+    """Return one turn, or why nothing of it can be used."""
     place = f"turn {number}"
     if not isinstance(turn, dict):
-        return media.note("turn_not_an_object", f"{place} is {show(turn)}, not an object")
+        return Mismatch("turn_not_an_object", f"{place} is {show(turn)}, not an object")
     if form.role_tag not in turn:
         keys = ", ".join(sorted(turn)) or "none"
-        return media.note("no_role", f"{place} has no '{form.role_tag}' (keys: {keys})")
+        return Mismatch("no_role", f"{place} has no '{form.role_tag}' (keys: {keys})")
     value = turn[form.role_tag]
     role = form.roles.get(value) if isinstance(value, str) else None
     if role is None:
         known = ", ".join(sorted(form.roles))
-        return media.note("unmapped_role", f"{place} has the role {show(value)}; mapped are {known}")
+        return Mismatch("unmapped_role", f"{place} has the role {show(value)}; mapped are {known}")
     content = turn.get(form.content_tag)
     place = f"{place} ({role})"
     if content is None:
-        return media.note("null_content", f"{place} has no '{form.content_tag}'")
+        return Mismatch("null_content", f"{place} has no '{form.content_tag}'")
     if isinstance(content, str):
         takes_media = role == "user" or form.text is not None
         items = _split_placeholders(content, place, media) if takes_media else [{"type": "text", "text": content}]
     elif isinstance(content, list):
         items = _typed_parts(content, place, media)
     else:
-        return media.note("content_not_text", f"{place} has {show(content)} for content, not text")
+        return Mismatch("content_not_text", f"{place} has {show(content)} for content, not text")
     return {"role": role, "content": items or [{"type": "text", "text": ""}], **_learned(turn, place, media)}
 
 
