@@ -17,8 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from vlm_stream.cli import main
+from vlm_stream.conversation import iter_media
 from vlm_stream.convert import make_shards, precount
 from vlm_stream.convert.order import record_order
 from vlm_stream.errors import BadSampleError, SourceError
@@ -58,16 +60,25 @@ RECORDS: dict[str, tuple[Any, str, str]] = {
         "LLaVA conversations, images in 'image'", "image",
     ),
     "LLaVA with text only": (
-        lambda i: {"id": i, **({"image": [f"{i}.jpg"]} if i % 2 else {}), "conversations": llava(i, "<image>\nWhat?" if i % 2 else "Why?")},
+        lambda i: (
+            {"id": i, "image": [f"{i}.jpg"], "conversations": llava(i)}
+            if i % 2
+            else {"id": i, "conversations": llava(i, "Why?")}
+        ),
         "LLaVA conversations, images in 'image'", "half",
     ),
     "ShareGPT": (lambda i: {"conversations": llava(i, "What?")}, "ShareGPT conversations", ""),
     "ShareGPT messages": (
-        lambda i: {"messages": [{"role": "user", "content": "<image>Q"}, {"role": "assistant", "content": "A"}], "images": [f"{i}.jpg"]},
+        lambda i: {
+            "messages": [{"role": "user", "content": "<image>Q"}, {"role": "assistant", "content": "A"}],
+            "images": [f"{i}.jpg"],
+        },
         "chat messages, images in 'images'", "image",
     ),
     "InternVL": (
-        lambda i: {"id": i, "image": [f"{i}.jpg"], "width_list": [30], "height_list": [20], "conversations": llava(i, "What?")},
+        lambda i: {
+            "id": i, "image": [f"{i}.jpg"], "width_list": [30], "height_list": [20], "conversations": llava(i, "What?"),
+        },
         "InternVL conversations, images in 'image'", "image",
     ),
     "OpenAI": (
@@ -98,12 +109,21 @@ RECORDS: dict[str, tuple[Any, str, str]] = {
 }  # fmt: skip
 ROWS: dict[str, tuple[Any, str, str]] = {
     "HF chat": (
-        lambda i: {"messages": [{"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "Q"}]},
-                                {"role": "assistant", "content": [{"type": "text", "text": "A"}]}], "images": [stored(i)]},
+        lambda i: {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "Q"}]},
+                {"role": "assistant", "content": [{"type": "text", "text": "A"}]},
+            ],
+            "images": [stored(i)],
+        },
         "chat messages, images in 'images'", "image",
     ),
     "FineVision": (
-        lambda i: {"images": [stored(i)], "texts": [{"user": "Q", "assistant": "A"}, {"user": "R", "assistant": "B"}], "source": "x"},
+        lambda i: {
+            "images": [stored(i)],
+            "texts": [{"user": "Q", "assistant": "A"}, {"user": "R", "assistant": "B"}],
+            "source": "x",
+        },
         "Cauldron texts, images in 'images'", "image",
     ),
     "LLaVA-OneVision": (
@@ -178,7 +198,8 @@ def test_tables(name: str, kind: str, tmp_path: Path) -> None:
     path = write_rows(tmp_path, kind, [make(i) for i in range(NUM)])
     source = open_source(path)
     assert list(source.lines.values()) == [line]
-    check(make_shards(path, tmp_path / "out", shuffle=3, samples_per_shard=5, workers=2), shows)
+    workers = 2 if (name, kind) == ("VQA", "hub layout") else 1
+    check(make_shards(path, tmp_path / "out", shuffle=3, samples_per_shard=5, workers=workers), shows)
     pictures = []
     for shard in sorted((tmp_path / "out").glob("*.tar")):
         with tarfile.open(shard) as tar:
@@ -329,7 +350,9 @@ def test_precount(media: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         counts = value.pop("_text_tokens"), value.pop("_media_tokens")
         assert value == before
         conversation = open_source(str(out), media_dir=media).read(values.index(before)).conversation
-        real = processor.apply_chat_template([conversation], tokenize=True, return_dict=True)["input_ids"][0]
+        written = processor.apply_chat_template([conversation], tokenize=False)
+        images = [Image.open(item["image"]) for item in iter_media(conversation)]
+        real = processor(text=written, images=images or None)["input_ids"][0]
         assert sum(counts) == len(real)
         assert (counts[1] > 0) == ("image" in before)
     assert main(["precount", str(tmp_path / "data.jsonl.gz"), *flags, "--in-place"]) == 0

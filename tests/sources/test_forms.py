@@ -226,17 +226,29 @@ def test_what_the_user_says_wins():
     assert renamed.form.content_tag == "value"
 
 
-@pytest.mark.parametrize(
-    ("record", "sentence"),
-    [
-        ({"messages": said("q", "a"), "prompt": "q", "completion": "a"}, r"fit 2 forms \(chat messages, prompt and completion\)"),
-        ({"prompt": "q", "completion": "a", "response": "b"}, r"fit 2 forms .* the keys completion, prompt, response\. Choose with"),
-        ({"image": "1.jpg", "images": ["2.jpg"], "messages": said("<image>q", "a")}, r"images are in 'images' and 'image', and one column"),
-        ({"dialog": [{"who": "me", "says": "hello you"}, {"who": "bot", "says": "hi"}]}, r"the keys dialog, which is no known form"),
-        ({"frage": "q", "antwort": "a"}, r"the keys antwort, frage, which is no known form"),
-        ({"body": "a long text", "n": 1}, r"no known form.* --columns text=body"),
-    ],
-)  # fmt: skip
+TWO_OR_NONE = [
+    (
+        {"messages": said("q", "a"), "prompt": "q", "completion": "a"},
+        r"fit 2 forms \(chat messages, prompt and completion\)",
+    ),
+    (
+        {"prompt": "q", "completion": "a", "response": "b"},
+        r"fit 2 forms .* the keys completion, prompt, response\. Choose with",
+    ),
+    (
+        {"image": "1.jpg", "images": ["2.jpg"], "messages": said("<image>q", "a")},
+        r"images are in 'images' and 'image', and one column",
+    ),
+    (
+        {"dialog": [{"who": "me", "says": "hello you"}, {"who": "bot", "says": "hi there"}]},
+        r"the keys dialog, which is no known form",
+    ),
+    ({"frage": "q", "antwort": "a"}, r"the keys antwort, frage, which is no known form"),
+    ({"body": "a long text", "n": 1}, r"no known form.* --columns text=body"),
+]
+
+
+@pytest.mark.parametrize(("record", "sentence"), TWO_OR_NONE)
 def test_two_forms_or_none(tmp_path: Path, record: dict[str, Any], sentence: str):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(record) + "\n")

@@ -24,6 +24,7 @@ from vlm_stream.ledger import BadSample, Ledger
 from vlm_stream.sources.catalog import FileCache, rank_share
 from vlm_stream.sources.open_source import open_entry, read_entries
 from vlm_stream.sources.sharegpt import MISMATCHES_KEY, OnMismatch, check_policy
+from vlm_stream.tokens import GUESSED_TOKENS, guess_text_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -34,9 +35,6 @@ __all__ = ["ExamplesWithStats", "MetaDatasetConfig", "collect_sample_stats", "fo
 
 _LOG = logging.getLogger(__name__)
 _SHOWN_BAD = 3
-CHARS_PER_TOKEN: Final = 3
-TOKENS_PER_MEDIUM: Final = 500
-"""What a medium counts while nothing is known of its size."""
 SUMMED_KEYS: Final = ("n_images", "n_videos", "n_text_only", "n_text_tokens", "n_media_tokens")
 _KEYS: Final = (*SUMMED_KEYS, "n_missing_text_tokens", "n_missing_mm_inputs_meta")
 
@@ -230,7 +228,7 @@ def collect_sample_stats(examples: Iterable[Mapping[str, Any]]) -> dict[str, int
         text_tokens = given_tokens(example.get("_text_tokens"))
         if text_tokens is None:
             stats["n_missing_text_tokens"] += 1
-            text_tokens = _num_chars(example["conversation"]) // CHARS_PER_TOKEN
+            text_tokens = guess_text_tokens(example["conversation"]) - len(media)
         stats["n_text_tokens"] += text_tokens
         meta = example.get("mm_inputs_meta")
         if (media_tokens := given_tokens(example.get("_media_tokens"))) is not None:
@@ -239,19 +237,8 @@ def collect_sample_stats(examples: Iterable[Mapping[str, Any]]) -> dict[str, int
             stats["n_media_tokens"] += _meta_tokens(meta)
         elif media:
             stats["n_missing_mm_inputs_meta"] += 1
-            stats["n_media_tokens"] += TOKENS_PER_MEDIUM * len(media)
+            stats["n_media_tokens"] += GUESSED_TOKENS * len(media)
     return stats
-
-
-def _num_chars(conversation: Sequence[Mapping[str, Any]]) -> int:
-    num_chars = 0
-    for message in conversation:
-        content = message["content"]
-        if isinstance(content, str):
-            num_chars += len(content)
-        else:
-            num_chars += sum(len(item["text"]) for item in content if item.get("type") == "text")
-    return num_chars
 
 
 def _meta_tokens(meta: Mapping[str, Any]) -> int:
@@ -260,7 +247,7 @@ def _meta_tokens(meta: Mapping[str, Any]) -> int:
         if isinstance(entry, dict) and isinstance(entry.get("n_tokens"), int):
             num_tokens += entry["n_tokens"]
         elif entry is not None:
-            num_tokens += TOKENS_PER_MEDIUM
+            num_tokens += GUESSED_TOKENS
     return num_tokens
 
 
