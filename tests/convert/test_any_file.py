@@ -378,3 +378,15 @@ def test_given_counts_are_read_alike() -> None:
         assert estimate_sample_length(counted, return_media_tokens=True) == (16, 9)
         stats = collect_sample_stats([counted])
         assert (stats["n_text_tokens"], stats["n_media_tokens"], stats["n_missing_mm_inputs_meta"]) == (7, 9, 0)
+
+
+def test_placeholders_of_tars_made_elsewhere_take_their_members() -> None:
+    from vlm_stream.format.fields import FieldMap, to_conversation
+
+    fields = FieldMap(layout="sharegpt", columns={"messages": "conversations"}, tags={
+        "role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",
+    })  # fmt: skip
+    texts = {"json": json.dumps({"conversations": llava(0)}).encode()}
+    assert to_conversation(fields, ["json", "jpg"], texts)[0]["content"][0] == {"type": "image", "image": "jpg"}
+    with pytest.raises(BadSampleError, match="'images' has 2, but the user turns show <image> 1 times"):
+        to_conversation(fields, ["json", "0.jpg", "1.jpg"], texts)
