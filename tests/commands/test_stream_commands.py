@@ -1,5 +1,6 @@
 """plan, where, replay and bench, as people call them."""
 
+import doctest
 import json
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from vlm_stream import StreamLoader
 from vlm_stream.cli import main
+from vlm_stream.commands import bench
+from vlm_stream.commands.output import print_table
 
 PLAN_NUMBERS = {
     *("fill", "packs", "packs_lower_bound", "steps", "padding", "dropped", "live_shards", "variance_inflation"),
@@ -176,10 +179,34 @@ def test_bench_runs_a_loader_and_prints_its_numbers(capsys, toy_shards, saved_pr
     arguments = ["--processor", saved_processor, "--pack-size", 1024, "--set", "num_workers=1", "--batches", 3]
     code, out, err = call(capsys, "bench", toy_shards, *arguments)
     assert code == 0
-    assert "samples_per_s" in out
-    assert "bench: batches 1" in err
+    assert "samples/s" in out
+    assert "encode, s/batch" in out
+    assert "_" not in out
+    assert "bench: batches 1, samples/s" in err
     code, out, _ = call(capsys, "bench", toy_shards, *arguments, "--json")
     assert json.loads(out)["batches"] == 3
+
+
+def test_bench_counts_from_the_first_batch(capsys, toy_shards, saved_processor):
+    arguments = ["--processor", saved_processor, "--pack-size", 1024, "--set", "num_workers=1"]
+    _, out, _ = call(capsys, "bench", toy_shards, *arguments, "--seconds", 0, "--json")
+    numbers = json.loads(out)
+    assert numbers["batches"] == 1  # however long the start took
+    _, out, _ = call(capsys, "bench", toy_shards, *arguments, "--json")
+    numbers = json.loads(out)
+    assert numbers["start_seconds"] > 0
+    # Of 60 samples those of the first batch are not in the rate.
+    assert 0 < numbers["samples_per_s"] * numbers["seconds"] < 59.5
+
+
+def test_numbers_are_shown_without_powers_of_ten():
+    assert doctest.testmod(bench).attempted > 0
+    assert doctest.testmod(bench).failed == 0
+
+
+def test_tables_are_never_cut(capsys):
+    print_table("title", {"shard": "s3://" + "b" * 200})
+    assert "s3://" + "b" * 200 in capsys.readouterr().out
 
 
 def test_a_recipe_may_stand_where_datasets_do(capsys, toy_shards, saved_processor, tmp_path):

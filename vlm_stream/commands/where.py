@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
-_ANY_WIDTH: Final = 10_000
 EXAMPLES: Final = """\
 examples:
   where shards/ --config recipe.yaml --world 64 --step 41200 --rank 13
@@ -97,18 +96,14 @@ def _line(sample: PlannedSample, drawn: Drawn, plan: Plan) -> dict[str, Any]:
 
 
 def _print(lines: list[dict[str, Any]], num_lost: int) -> None:
-    from rich.measure import Measurement
     from rich.table import Table
 
-    console = output.open_console()
     if lines:
         names = [name for name in lines[0] if name != "offset"]
         table = Table(*(name.replace("_", " ") for name in names))
         for line in lines:
             table.add_row(*("" if line[name] is None else str(line[name]) for name in names))
-        # Names are there to be copied: wider than the terminal rather than cut.
-        wide = Measurement.get(console, console.options.update(width=_ANY_WIDTH), table).maximum
-        console.width = max(console.width, wide)
-        console.print(table)
+        output.print_whole(table)
     if num_lost or not lines:
-        console.print(f"{num_lost} of that name: not delivered any more" if lines else "not delivered any more")
+        text = f"{num_lost} of that name: not delivered any more" if lines else "not delivered any more"
+        output.open_console().print(text)
