@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: Final = {
-    "make-shards": "turn sharegpt or meta JSON and its media into indexed WebDataset shards",
+    "make-shards": "turn JSON, Parquet or meta files and their media into indexed WebDataset shards",
     "index": "write indexes and a manifest for tars made elsewhere",
     "verify": "check every checksum, range and count of a dataset against its tars",
     "recount": "count text tokens again for another processor; tars stay untouched",
+    "precount": "write token counts into a data file that is loaded whole",
     "stats": "print the token, size and media histograms of a dataset",
     "plan": "the dry run: fill, steps, balance and requests, from the index alone",
     "where": "which samples a step holds, or at which step a sample is delivered",

@@ -27,6 +27,7 @@ __all__ = [
     "Message",
     "check_conversation",
     "frame_rate",
+    "given_tokens",
     "iter_media",
     "named_frames",
 ]
@@ -48,6 +49,16 @@ def iter_media(conversation: Conversation) -> Iterator[Item]:
             for item in content:
                 if item.get("type") in MEDIA_TYPES:
                     yield item
+
+
+def given_tokens(count: Any) -> int | None:
+    """Return a token count that a sample brings along (`_text_tokens`, `_media_tokens`); None where it is none.
+
+    >>> given_tokens(7.0), given_tokens("7"), given_tokens(-1), given_tokens(True)
+    (7, None, None, None)
+    """
+    is_number = isinstance(count, (int, float)) and not isinstance(count, bool)
+    return int(count) if is_number and 0 <= count < math.inf else None
 
 
 def check_conversation(conversation: Any) -> None:

@@ -50,7 +50,8 @@ def test_tool_runs_by_path_from_anywhere(meta: Path, tmp_path: Path) -> None:
     assert "holds this dataset already" in result.stderr
     result = subprocess.run([*command, "--no-resume"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: ")
+    assert result.stderr.startswith("captions: chat messages, images in 'images'\n")
+    assert result.stderr.splitlines()[-1].startswith("error: ")
     assert "holds a finished dataset; nothing was written" in result.stderr
     assert "Traceback" not in result.stderr
 

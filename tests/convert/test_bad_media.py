@@ -244,7 +244,7 @@ def test_mismatches_are_dropped_kept_or_raised(media: Path, tmp_path: Path) -> N
     surplus = {"id": "s", "messages": [{"role": "user", "content": "<image><image>hi"}], "images": ["good.jpg"]}
     good = {"id": "g", "messages": [{"role": "user", "content": "hi"}]}
     bad, num_samples = _convert([surplus, good], media, tmp_path)
-    assert (bad[f"{tmp_path}/data.jsonl:1"].reason, num_samples) == ("surplus_placeholder", 1)
+    assert (bad[f"{tmp_path}/data.jsonl:1 (id s)"].reason, num_samples) == ("surplus_placeholder", 1)
 
     report = make_shards(
         tmp_path / "data.jsonl", tmp_path / "kept", media_dir=str(media), on_mismatch="keep", samples_per_shard=5

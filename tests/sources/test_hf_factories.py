@@ -34,7 +34,7 @@ from vlm_stream.sources import (
     open_factory,
     open_source,
 )
-from vlm_stream.sources.make_text import resample
+from vlm_stream.sources.factories import resample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -317,7 +317,8 @@ def test_tulu3_magicoder_mix():
 
 def test_any_sharegpt_dataset():
     images = [[{"bytes": jpeg(0), "path": None}, {"bytes": jpeg(1), "path": None}], []]
-    dialogues = [turns(("human", "<image>a<image>"), ("gpt", "b")), turns(("human", "<image>"), ("gpt", "b"))]
+    images = [*images, [{"bytes": jpeg(0), "path": None}]]
+    dialogues = [turns(("human", text), ("gpt", "b")) for text in ("<image>a<image>", "<image>", "<image><image>")]
     rows = datasets.Dataset.from_dict({"conversations": dialogues, "images": images})
     rows = rows.cast_column("images", datasets.List(datasets.Image()))
     tags = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
@@ -326,11 +327,15 @@ def test_any_sharegpt_dataset():
     assert stored == [jpeg(0), jpeg(1)]
     assert source[0]["conversation"][0]["content"][2]["image"].size == (9, 6)
     with pytest.raises(
-        BadSampleError, match=r"sharegpt:1: turn 1 \(user\) shows <image> number 1, but 'images' has 0\."
+        BadSampleError, match=r"sharegpt:2: turn 1 \(user\) shows <image> number 2, but 'images' has 1\."
     ):
-        source.read(1)
+        source.read(2)
+    assert texts(source[1])[0] == ["<image>"]  # without images it is text
+    recognised = make_sharegpt_dataset(rows)
+    assert recognised.line == "ShareGPT conversations, images in 'images'"
+    assert recognised.read(0).conversation == source.read(0).conversation
     kept = make_sharegpt_dataset(rows, columns={"messages": "conversations"}, tags=tags, on_mismatch="keep")
-    assert kept.read(1).extras["_mismatches"][0].startswith("surplus_placeholder: ")
+    assert kept.read(2).extras["_mismatches"][0].startswith("surplus_placeholder: ")
 
 
 def test_factories_by_name(tmp_path: Path):

@@ -105,18 +105,18 @@ def test_a_rank_that_does_not_exist(tmp_path: Path, rank: int, world_size: int):
 def test_bad_records_are_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     write(tmp_path, "a.jsonl", 3)
     with (tmp_path / "a.jsonl").open("a") as file:
-        file.write('{"broken\n{"messages": [{"role": "user", "content": "<image>Q3"}]}\n')
+        file.write('{"broken\n{"messages": [{"role": "user", "content": "Q3"}, {"role": "x", "content": ""}]}\n')
     path = meta(tmp_path, a={"file_name": "a.jsonl"})
     dropped = make_meta_dataset(path)
     assert numbers(dropped) == [0, 1, 2]
-    assert dropped.ledger.by_reason() == {"convert: broken_json": 1, "convert: surplus_placeholder": 1}
+    assert dropped.ledger.by_reason() == {"convert: broken_json": 1, "convert: unmapped_role": 1}
     assert dropped.ledger.num_seen == 5
     assert [bad.sample.rpartition("/")[2] for bad in dropped.ledger.newest] == ["a.jsonl:4", "a.jsonl:5"]
     assert "dataset 'a': 2 samples are bad and left out" in caplog.text
     assert "a.jsonl:4: broken JSON" in caplog.text
     kept = make_meta_dataset(path, on_mismatch="keep")
     assert numbers(kept) == [0, 1, 2, 3]
-    assert "1 samples are kept without what does not map (surplus_placeholder 1)" in caplog.text
+    assert "1 samples are kept without what does not map (unmapped_role 1)" in caplog.text
     with pytest.raises(SourceError, match=r"a\.jsonl:4: broken JSON"):
         make_meta_dataset(path, on_mismatch="raise")
 

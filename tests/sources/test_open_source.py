@@ -68,13 +68,13 @@ def test_meta_file_with_three_datasets(tmp_path: Path):
     assert [r.source for r in records] == ["alpha"] * 3 + ["chat"] + ["zeta"] * 2
     assert [r.id for r in records] == ["0", "1", "2", "0", "own", "7"]
     assert records[0].media_root == "/data"
-    assert records[0].origin == f"{tmp_path}/a.json:2"
+    assert records[0].origin == f"{tmp_path}/a.json[0]"
     assert records[3].conversation[0]["content"] == [
         {"type": "image", "image": f"{tmp_path}/pics/1.jpg"},
         {"type": "text", "text": "C0 é漢"},
     ]
     assert records[3].media_root == f"{tmp_path}/pics"
-    assert records[4].origin == f"{tmp_path}/b.jsonl:2"
+    assert records[4].origin == f"{tmp_path}/b.jsonl:2 (id own)"
     assert open_source(meta, names=["zeta", "alpha"]).counts == {"alpha": 3, "zeta": 2}
     with pytest.raises(IndexError, match="record 6 of source 'meta', which has 6"):
         source.read(6)

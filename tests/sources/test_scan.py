@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_stream.errors import SourceError
-from vlm_stream.sources.scan import SpanBuilder, scan_array, scan_lines
+from vlm_stream.sources.json_file import SpanBuilder, scan_array, scan_lines
 
 # Characters that look like structure, escapes of every length, and text of one to four UTF-8 bytes.
 tricky = st.text(alphabet=st.sampled_from('[]{},:"\\ \n\tabé漢🙂')) | st.text(st.characters(exclude_categories=("Cs",)))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from vlm_stream.conversation import iter_media
 from vlm_stream.errors import BadSampleError, ConfigError, SourceError
-from vlm_stream.sources import _convert_sharegpt_to_conversation, convert_sharegpt_to_conversation
-from vlm_stream.sources.form import ShareGptForm
+from vlm_stream.sources import ShareGptForm, _convert_sharegpt_to_conversation, convert_sharegpt_to_conversation
 from vlm_stream.sources.sharegpt import map_sharegpt
 
 

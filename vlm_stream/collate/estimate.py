@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
+from vlm_stream.conversation import given_tokens
 from vlm_stream.tokens import CHARACTERS_PER_TOKEN, smart_resize_image, smart_resize_video
 
 if TYPE_CHECKING:
@@ -152,11 +153,11 @@ def estimate_sample_length(
 ) -> int | tuple[int, int]:
     """Estimate a sample: its text and its media, without the chat template's own tokens.
 
-    Text is `_text_tokens` if it is given, else a third of the characters. Media are counted from `mm_inputs_meta` where
-    it has an entry and the config for it exists, else as 500 each.
+    Text is `_text_tokens` if it is given, else a third of the characters. Media are `_media_tokens` if they are given,
+    else counted from `mm_inputs_meta` where it has an entry and the config for it exists, else as 500 each.
 
     Args:
-        example: A sample with `conversation`, perhaps `_text_tokens` and `mm_inputs_meta`.
+        example: A sample with `conversation`, perhaps `_text_tokens`, `_media_tokens` and `mm_inputs_meta`.
         image_cfg: What `extract_image_config` returns.
         video_cfg: What `extract_video_config` returns.
         return_media_tokens: Also return the share of the media.
@@ -172,10 +173,13 @@ def estimate_sample_length(
                 images += item.get("type") == "image"
                 videos += item.get("type") == "video"
                 characters += len(item.get("text") or "") if item.get("type") == "text" else 0
-    given = example.get("_text_tokens")
-    text = int(given) if given is not None else characters // CHARACTERS_PER_TOKEN
+    given = given_tokens(example.get("_text_tokens"))
+    text = given if given is not None else characters // CHARACTERS_PER_TOKEN
+    known = given_tokens(example.get("_media_tokens"))
     meta = example.get("mm_inputs_meta")
-    if meta is None or (image_cfg is None and video_cfg is None):
+    if known is not None:
+        media = known
+    elif meta is None or (image_cfg is None and video_cfg is None):
         media = GUESSED_TOKENS * (images + videos)
     else:
         media = _estimate_media(meta.get("images_meta"), images, image_cfg, estimate_image_tokens)

@@ -1,4 +1,4 @@
-"""make-shards: a meta file or a data file becomes a dataset of shards."""
+"""make-shards: a meta file or data files become a dataset of shards. The form of the records is recognised."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ EXAMPLES: Final = """\
 examples:
   make-shards meta.json out/
   make-shards meta.json s3://bucket/data --processor Qwen/Qwen2.5-VL-7B-Instruct --shuffle 0 --workers 16
-  make-shards data.jsonl out/ --media-dir images/ --columns messages=conversations --tags role_tag=from,user_tag=human
+  make-shards llava.json out/ --media-dir images/
+  make-shards 'data/train-*.parquet' out/
+  make-shards data.jsonl out/ --columns messages=dialog,images=photos --tags role_tag=who,content_tag=says
   make-shards meta.json out/ --bad-budget 0.1      (the same command again goes on where it was stopped)
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("input", help="meta file, JSON array or JSON lines (.gz, .zst, URLs too)")
+    parser.add_argument(
+        "input", help="meta file, JSON array, JSON lines (.gz, .zst too), Parquet, Arrow; a folder, a pattern, a URL"
+    )
     parser.add_argument("out", help="folder or object-store URL of the dataset")
     arguments.add_processor_arguments(parser, "count text tokens exactly, with its chat template")
     parser.add_argument("--samples-per-shard", type=int, default=1000, metavar="N", help="default: %(default)s")
@@ -47,11 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="remove the dataset at OUT first")
     group = parser.add_argument_group("input")
-    group.add_argument("--names", metavar="A,B", help="only these entries of a meta file")
+    group.add_argument("--names", metavar="A,B", help="only these entries of a meta file, or splits of a folder")
     group.add_argument("--on-mismatch", choices=("drop", "keep", "raise"), default="drop")
-    group.add_argument("--columns", metavar="NAME=FIELD,...", help="columns of a bare data file")
-    group.add_argument("--tags", metavar="NAME=VALUE,...", help="role keys and roles of a bare data file")
-    group.add_argument("--media-dir", metavar="DIR", help="what media paths of a bare data file are relative to")
+    group.add_argument(
+        "--columns", metavar="NAME=FIELD,...", help="columns of a data file, where they are not recognised"
+    )
+    group.add_argument("--tags", metavar="NAME=VALUE,...", help="role keys and roles of a data file, likewise")
+    group.add_argument("--media-dir", metavar="DIR", help="what media paths of a data file are relative to")
+    group.add_argument(
+        "--media-first", action="store_true", help="media that no <image> shows go before the first user text"
+    )
     group.add_argument("--confine-media", action="store_true", help="refuse media outside of their media_dir")
     group.add_argument("--exif-rotate", action="store_true", help="turn images as their EXIF orientation says")
     group.add_argument(
@@ -69,13 +78,28 @@ def run(args: argparse.Namespace) -> int:
     """Convert; print the summary. Exit code 1 when more is bad than the budget allows."""
     from vlm_stream.allocator import keep_freed_memory
     from vlm_stream.convert import make_shards
+    from vlm_stream.sources import open_source
 
     keep_freed_memory()
+    options = _options(args)
+    source = open_source(
+        args.input,
+        names=options.names,
+        on_mismatch=args.on_mismatch,
+        columns=options.columns,
+        tags=options.tags,
+        media_dir=options.media_dir,
+        media_first=options.media_first or None,
+        store=options.store,
+    )
+    if not (args.json or args.quiet):
+        for name, line in source.lines.items():
+            output.open_console(stderr=True).print(f"{name}: {line}", markup=False)
     with output.Progress("make-shards", enabled=not (args.json or args.quiet)) as progress:
         report = make_shards(
-            args.input,
+            source,
             args.out,
-            options=_options(args),
+            options=options,
             on_part=lambda part, num_shards: progress.step(
                 num_shards,
                 samples=part.entry.totals.samples,
@@ -104,6 +128,7 @@ def _options(args: argparse.Namespace) -> ShardOptions:
         columns=arguments.parse_mapping(args.columns),
         tags=arguments.parse_mapping(args.tags),
         media_dir=args.media_dir,
+        media_first=args.media_first,
         confine_media=args.confine_media,
         exif_rotate=args.exif_rotate,
         workers=args.workers,

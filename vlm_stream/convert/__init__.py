@@ -13,6 +13,7 @@ from __future__ import annotations
 from vlm_stream.convert.convert import ShardReport, make_shards
 from vlm_stream.convert.foreign import IndexOptions, index_tars
 from vlm_stream.convert.options import ShardOptions
+from vlm_stream.convert.precount import PrecountReport, precount
 from vlm_stream.convert.recount import GuessFit, RecountReport, fit_guess, recount
 from vlm_stream.convert.stats import DatasetStats, Histogram, dataset_stats
 from vlm_stream.convert.verify import Problem, VerifyReport, verify_dataset
@@ -22,6 +23,7 @@ __all__ = [
     "GuessFit",
     "Histogram",
     "IndexOptions",
+    "PrecountReport",
     "Problem",
     "RecountReport",
     "ShardOptions",
@@ -31,6 +33,7 @@ __all__ = [
     "fit_guess",
     "index_tars",
     "make_shards",
+    "precount",
     "recount",
     "verify_dataset",
 ]

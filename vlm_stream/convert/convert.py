@@ -158,7 +158,7 @@ def make_shards(
         store=options.store,
     )
     engine = _open_engine(context, options)
-    order = record_order(len(source), options.shuffle)
+    order = record_order(len(source), options.shuffle, getattr(source, "block_ends", None))
     job = load_job(store, options) or Job(parameters=parameters, borders=_cut(source, order, options, engine))
     save_job(store, job)
     parts = find_parts(store, job)
@@ -197,6 +197,7 @@ def _open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOpti
         columns=options.columns or None,
         tags=options.tags or None,
         media_dir=options.media_dir,
+        media_first=options.media_first or None,
         store=options.store,
     )
 

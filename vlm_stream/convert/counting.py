@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from vlm_stream.conversation import iter_media
+from vlm_stream.conversation import given_tokens, iter_media
 from vlm_stream.convert.rows import SampleCounts
 from vlm_stream.errors import BadSampleError, ConfigError, blame_sample
 from vlm_stream.format import TokenCounting
@@ -66,8 +66,8 @@ class EstimatingCounter:
     def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> SampleCounts:
         """Return `known` and one for every medium if it is a count, else the guess."""
         check_media_sizes(sizes, self._geometry)
-        if isinstance(known, int | float) and not isinstance(known, bool) and known >= 0 and float(known).is_integer():
-            return SampleCounts(int(known) + sum(1 for _ in iter_media(conversation)))
+        if (given := given_tokens(known)) is not None:
+            return SampleCounts(given + sum(1 for _ in iter_media(conversation)))
         return SampleCounts(guess_text_tokens(conversation))
 
 

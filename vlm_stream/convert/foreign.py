@@ -124,7 +124,7 @@ def index_tars(
             f"Give another --out, or replace its indexes and manifest with --overwrite."
         )
     fields = options.fields or _guess(tars, names)
-    counting = {"processor": options.processor, "trust_remote_code": options.trust_remote_code}
+    counting: dict[str, Any] = {"processor": options.processor, "trust_remote_code": options.trust_remote_code}
     context = _Context(tars=tars.root, out=out.root, fields=fields, counting=counting, store=options.store)
     parts: dict[int, ShardPart] = {}
     tasks = [_Task(number, name) for number, name in enumerate(names)]

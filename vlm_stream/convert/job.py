@@ -122,8 +122,10 @@ class ShardPart:
         return cls(number=data["number"], entry=entry, bad=tuple(map(BadSample.from_json, data["bad"])))
 
 
-def record_order(num_records: int, seed: int | None) -> Ints:
+def record_order(num_records: int, seed: int | None, block_ends: Ints | None = None) -> Ints:
     """Return the record numbers in the order of the shards: sorted by a hash of (seed, number).
+
+    Where records are cheap only in blocks, blocks are sorted so, and the records of each: every block is read once.
 
     A hash and a stable sort, because the permutations of random generators may change with their library's version.
     """
@@ -131,6 +133,9 @@ def record_order(num_records: int, seed: int | None) -> Ints:
         return np.arange(num_records, dtype=np.int64)
     with np.errstate(over="ignore"):
         hashes = mix64(np.arange(num_records, dtype=np.uint64) + mix64(np.array([seed], dtype=np.uint64)))
+    if block_ends is not None:
+        blocks = np.searchsorted(block_ends, np.arange(num_records), side="right")
+        return np.lexsort((hashes, hashes[blocks])).astype(np.int64)
     return np.argsort(hashes, kind="stable")
 
 

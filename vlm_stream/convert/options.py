@@ -41,6 +41,9 @@ class ShardOptions:
     """For a bare data file: names of its role keys and roles."""
     media_dir: str | None = None
     """For a bare data file: what relative media paths are joined to."""
+    media_first: bool = False
+    """For a bare data file: media that no placeholder shows go before the first user text; else such records are bad,
+    unless the form of the file has this rule."""
     confine_media: bool = False
     """Refuse media outside of their source's media_dir."""
     exif_rotate: bool = False

@@ -185,7 +185,7 @@ def _to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str,
         data = _parse_json(texts["json"])
         if not isinstance(data, dict):
             raise BadSampleError("convert", "bad_json", "the sample's .json is not a JSON object.")
-        conversation = _from_native(data) if fields.layout == "native" else _from_sharegpt(fields, data)
+        conversation = _from_native(data) if fields.layout == "native" else _from_sharegpt(fields, data, names)
     check_conversation(conversation)
     _place_media(conversation, names)
     return conversation
@@ -207,10 +207,15 @@ def _from_native(data: dict[str, Any]) -> Conversation:
     return conversation
 
 
-def _from_sharegpt(fields: FieldMap, data: dict[str, Any]) -> Conversation:
+def _from_sharegpt(fields: FieldMap, data: dict[str, Any], names: Sequence[str]) -> Conversation:
     from vlm_stream.sources import ShareGptForm, apply_policy, map_sharegpt
 
-    conversation, mismatches = map_sharegpt(data, ShareGptForm.from_dicts(fields.columns, fields.tags))
+    form = ShareGptForm.from_dicts(fields.columns, fields.tags)
+    shown = json.dumps(data.get(form.messages)).lower()
+    for medium, column in (("image", form.images), ("video", form.videos), ("audio", form.audios)):
+        if not data.get(column) and f"<{medium}>" in shown:  # the tar holds them, and its JSON does not name them
+            data = {**data, column: [name for name in names if medium_of(name) == medium]}
+    conversation, mismatches = map_sharegpt(data, form)
     apply_policy(conversation, mismatches, "drop")
     return conversation
 

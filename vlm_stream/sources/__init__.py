@@ -1,24 +1,21 @@
-"""Sources: JSON arrays, JSON lines, meta files and HF datasets become records, read by number.
+"""Sources: JSON, Parquet, Arrow, meta files and HF datasets become records, read by number.
 
 Enters: paths or URLs of data, and how their columns and roles are called. Leaves: `RecordSource`s (`len`, `read(i)`),
 whose records are conversations with the places of their media. This room does not look into media, count tokens or
 know shards.
 
 In the order in which data meets the files: `open_source` decides what the input is and reads meta files, `local_file`
-makes bytes local, `data_file` finds the records (`scan`) and parses what is read, `sharegpt` maps an example of a
-`form` to a conversation, `catalog` chooses and deals, `record` is what comes out. Next to that path: `meta_dataset`
-loads into memory; `hf_source` reads HF datasets, which `make_images` and `make_text` describe and `factories` names;
+makes bytes local, `json_file` and `table_file` read raw examples by number, `forms` recognises what they are and
+`sharegpt` maps one to a conversation, `catalog` chooses and deals, `record` is what comes out. Next to that path:
+`meta_dataset` loads into memory; `hf_source` reads HF datasets, which `factories` and `speech` describe and name;
 `mock` makes samples up.
 """
 
 from __future__ import annotations
 
 from vlm_stream.sources.catalog import Catalog, load_json_or_jsonl, load_jsonl_for_rank, rank_share, sample_order
-from vlm_stream.sources.data_file import DataFile
-from vlm_stream.sources.factories import FACTORIES, open_factory
-from vlm_stream.sources.form import ShareGptForm, apply_policy
-from vlm_stream.sources.hf_source import HFSource, MixedSource, load_rows
-from vlm_stream.sources.make_images import (
+from vlm_stream.sources.factories import (
+    FACTORIES,
     json2token,
     make_cord_v2_dataset,
     make_llava_onevision_dataset,
@@ -26,9 +23,14 @@ from vlm_stream.sources.make_images import (
     make_rdr_dataset,
     make_sharegpt_dataset,
     make_shopify_product_catalogue_dataset,
+    make_tulu3_dataset,
+    make_tulu3_magicoder_text_mix_dataset,
     make_unimm_chat_dataset,
+    open_factory,
 )
-from vlm_stream.sources.make_text import make_cv17_dataset, make_tulu3_dataset, make_tulu3_magicoder_text_mix_dataset
+from vlm_stream.sources.forms import FORMS, Recognised, ShareGptForm, recognise
+from vlm_stream.sources.hf_source import HFSource, MixedSource, load_rows
+from vlm_stream.sources.json_file import DataFile
 from vlm_stream.sources.meta_dataset import (
     ExamplesWithStats,
     MetaDatasetConfig,
@@ -39,7 +41,8 @@ from vlm_stream.sources.meta_dataset import (
 from vlm_stream.sources.mock import build_mock_vlm_dataset
 from vlm_stream.sources.open_source import open_source
 from vlm_stream.sources.record import Record, RecordSource, SourceGroup
-from vlm_stream.sources.sharegpt import convert_sharegpt_to_conversation, map_sharegpt
+from vlm_stream.sources.sharegpt import apply_policy, convert_sharegpt_to_conversation, map_sharegpt
+from vlm_stream.sources.speech import make_cv17_dataset
 
 # The names under which NeMo Automodel keeps the same functions.
 _convert_sharegpt_to_conversation = convert_sharegpt_to_conversation
@@ -50,12 +53,14 @@ _ExamplesWithStats = ExamplesWithStats
 
 __all__ = [
     "FACTORIES",
+    "FORMS",
     "Catalog",
     "DataFile",
     "ExamplesWithStats",
     "HFSource",
     "MetaDatasetConfig",
     "MixedSource",
+    "Recognised",
     "Record",
     "RecordSource",
     "ShareGptForm",
@@ -84,5 +89,6 @@ __all__ = [
     "open_factory",
     "open_source",
     "rank_share",
+    "recognise",
     "sample_order",
 ]

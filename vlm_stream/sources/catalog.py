@@ -1,36 +1,46 @@
-"""A data file as records in a chosen order: `sample_ratio` and rank shares choose, the form maps.
+"""One data file as records in a chosen order: `sample_ratio` and rank shares choose, the form maps.
 
-A record that cannot be parsed or mapped raises when it is read, with `file:line`.
+A record that cannot be read or mapped raises when it is read, with its place.
 """
 
 from __future__ import annotations
 
+import logging
 import random
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import crc32c
 import numpy as np
 import numpy.typing as npt
 
 from vlm_stream.errors import BadSampleError, SourceError
-from vlm_stream.sources.data_file import DataFile, NotJsonError
-from vlm_stream.sources.form import Mismatch, OnMismatch, ShareGptForm, apply_policy, check_policy
+from vlm_stream.sources.forms import MEDIA_NAMES, ShareGptForm, recognise
+from vlm_stream.sources.json_file import DataFile, UnreadableError
+from vlm_stream.sources.local_file import LocalFile
 from vlm_stream.sources.record import Record
-from vlm_stream.sources.sharegpt import convert_example
+from vlm_stream.sources.sharegpt import (
+    PASSENGER_KEYS,
+    Mismatch,
+    OnMismatch,
+    apply_policy,
+    check_policy,
+    convert_example,
+)
+from vlm_stream.sources.table_file import TableFiles
 
-__all__ = [
-    "Catalog",
-    "Order",
-    "load_json_or_jsonl",
-    "load_jsonl_for_rank",
-    "rank_share",
-    "sample_order",
-]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vlm_stream.storage import StoreOptions
+
+__all__ = ["Catalog", "FileCache", "Order", "load_json_or_jsonl", "load_jsonl_for_rank", "rank_share", "sample_order"]
 
 Order: TypeAlias = npt.NDArray[np.int64]
 
+_LOG = logging.getLogger(__name__)
 _SEED = 42
-_DIGEST_BYTES = 1 << 22
+_NUM_FIRST = 50
+"""Records that are looked at to tell the form."""
 
 
 def sample_order(num_records: int, ratio: float) -> Order | None:
@@ -74,50 +84,113 @@ def _choose(num_records: int, num_chosen: int) -> Order:
     return np.array(random.Random(_SEED).sample(range(num_records), num_chosen), np.int64)
 
 
+class FileCache:
+    """Files that were made local or scanned already: entries may share one, and looking at an input opens it.
+
+    `spill_dir` is where compressed and remote files are unpacked, `store` how to reach them.
+    """
+
+    def __init__(self, spill_dir: str | None = None, store: StoreOptions | None = None) -> None:
+        self.store = store
+        self._spill_dir = spill_dir
+        self._local: dict[str, LocalFile] = {}
+        self._opened: dict[tuple[str, ...], DataFile | TableFiles] = {}
+
+    def local(self, path: str) -> LocalFile:
+        """Return the plain bytes of a file."""
+        if path not in self._local:
+            self._local[path] = LocalFile(path, spill_dir=self._spill_dir, store=self.store)
+        return self._local[path]
+
+    def examples(self, path: str) -> DataFile:
+        """Return the examples of a JSON file."""
+        if (path,) not in self._opened:
+            self._opened[path,] = DataFile(self.local(path))
+        return self._opened[path,]  # type: ignore[return-value]
+
+    def rows(self, paths: tuple[str, ...]) -> TableFiles:
+        """Return the rows of Parquet and Arrow files."""
+        if paths not in self._opened:
+            self._opened[paths] = TableFiles(paths, spill_dir=self._spill_dir, store=self.store)
+        return self._opened[paths]  # type: ignore[return-value]
+
+
+def first_examples(data: DataFile | TableFiles, num: int = _NUM_FIRST) -> list[Any]:
+    """Return the first examples that can be read; of rows only those of the first block."""
+    found = []
+    for number in range(min(num, len(data))):
+        try:
+            found.append(data.load(number))
+        except UnreadableError:
+            continue
+    return found
+
+
 class Catalog:
     """The records of one data file in a chosen order, as conversations."""
 
     def __init__(
         self,
-        data: DataFile,
+        data: DataFile | TableFiles,
         *,
         name: str,
-        form: ShareGptForm | None = None,
+        columns: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+        media_dir: str | None = None,
+        media_first: bool | None = None,
         on_mismatch: OnMismatch = "drop",
         order: Order | None = None,
     ) -> None:
-        """Read `data` through `form`.
+        """Recognise the form of `data`, and read it through that.
 
         Args:
             data: The scanned file.
             name: What ledgers and shards call this source.
-            form: How columns and roles are called; the sharegpt defaults if None.
+            columns: What the user says of the columns; the rest is recognised.
+            tags: What the user says of role keys and roles, likewise.
+            media_dir: What relative media paths are joined to.
+            media_first: Whether media that no placeholder shows go before the first user text; as the form has it if
+                None.
             on_mismatch: What happens to a record that does not map whole.
             order: Record numbers of the file in the order of this source, with repeats; all of them once if None.
         """
         check_policy(on_mismatch)
         self.name = name
-        self.data = data
-        self.form = form or ShareGptForm()
         self.on_mismatch = on_mismatch
         self.order = order
+        found = recognise(first_examples(data), columns, tags, media_dir=media_dir, media_first=media_first)
+        self.form = found.form if found else ShareGptForm.from_dicts(columns, tags, media_dir, bool(media_first))
+        self.line = found.line if found else ""
+        """What was recognised, for people."""
+        if isinstance(data, TableFiles):
+            media = [self.form.images, self.form.videos, self.form.audios, *sum(MEDIA_NAMES.values(), ())]
+            data = data.reading(dict.fromkeys((*self.form.columns, "id", *PASSENGER_KEYS, *media)))
+        self.data = data
+        if self.line:
+            _LOG.info("%s: %s", name, self.line)
 
     def __len__(self) -> int:
         """Return the number of records, bad ones included."""
         return len(self.data) if self.order is None else len(self.order)
 
+    @property
+    def block_ends(self) -> Order | None:
+        """Return where records that are read together end; None where each is read by itself."""
+        return getattr(self.data, "block_ends", None) if self.order is None else None
+
     def origin(self, index: int) -> str:
-        """Return `file:line` of a record, good or bad."""
-        return self.data.where(self._number(index))
+        """Return the place of a record, good or bad, with its own id if it can be read."""
+        number = self._number(index)
+        try:
+            example = self.data.load(number)
+        except UnreadableError:
+            example = None
+        return _origin(self.data.where(number), _own_id(example))
 
     def digest(self) -> str:
-        """Return what changes with any byte of the file, and with the order of its records."""
-        crc = 0
-        with self.data.file.stream() as stream:
-            while piece := stream.read(_DIGEST_BYTES):
-                crc = crc32c.crc32c(piece, crc)
+        """Return what changes with the file, and with the order of its records."""
         order = 0 if self.order is None else crc32c.crc32c(self.order.tobytes())
-        return f"{self.name} {self.data.file.size_bytes} {crc} {order}"
+        return f"{self.name} {self.data.digest()} {order}"
 
     def _number(self, index: int) -> int:
         if not 0 <= index < len(self):
@@ -127,24 +200,34 @@ class Catalog:
     def read(self, index: int) -> Record:
         """Return one record; raise `BadSampleError` (under `raise`: `SourceError`) when it cannot be used."""
         number = self._number(index)
-        origin = self.data.where(number)
+        where = self.data.where(number)
         try:
             example = self.data.load(number)
-        except NotJsonError as error:
-            apply_policy([], [Mismatch(error.reason, str(error))], self.on_mismatch, origin)
+        except UnreadableError as error:
+            apply_policy([], [Mismatch(error.reason, str(error))], self.on_mismatch, where)
             raise  # not reached: without a conversation every policy raises
+        own_id = _own_id(example)
+        origin = _origin(where, own_id)
         extras = convert_example(example, self.form, self.on_mismatch, origin)
-        own_id = example.get("id")
-        has_id = isinstance(own_id, (str, int)) and not isinstance(own_id, bool) and own_id != ""
         return Record(
             source=self.name,
-            id=str(own_id) if has_id else str(number),
-            has_id=has_id,
+            id=str(number) if own_id is None else own_id,
+            has_id=own_id is not None,
             origin=origin,
             conversation=extras.pop("conversation"),
             media_root=self.form.media_dir,
             extras=extras,
         )
+
+
+def _own_id(example: Any) -> str | None:
+    own_id = example.get("id") if isinstance(example, dict) else None
+    is_id = isinstance(own_id, (str, int)) and not isinstance(own_id, bool) and own_id != ""
+    return str(own_id) if is_id else None
+
+
+def _origin(where: str, own_id: str | None) -> str:
+    return where if own_id is None else f"{where} (id {own_id})"
 
 
 def load_json_or_jsonl(file_path: str) -> list[Any]:
@@ -168,6 +251,6 @@ def load_jsonl_for_rank(
 def _load(data: DataFile, number: int) -> Any:
     try:
         return data.load(number)
-    except NotJsonError as error:
+    except UnreadableError as error:
         detail = f"{data.where(number)}: {error}, so the file cannot be loaded whole. Mend or delete the record."
         raise BadSampleError("convert", error.reason, detail) from None

@@ -17,6 +17,7 @@ import numpy as np
 from vlm_stream.conversation import MEDIA_TYPES, Conversation, Item
 from vlm_stream.errors import BadSampleError, MissingExtraError, SourceError, nearest_name
 from vlm_stream.sources.record import Record
+from vlm_stream.sources.sharegpt import MISMATCHES_KEY, PASSENGER_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["HFSource", "MixedSource", "Rows", "interleave", "load_rows", "media_item", "text_item", "turn"]
 
 _LOG = logging.getLogger(__name__)
-_RECORD_KEYS: Final = ("mm_inputs_meta", "_text_tokens", "_mismatches")
+_RECORD_KEYS: Final = (*PASSENGER_KEYS, MISMATCHES_KEY)
 
 
 class Rows(Protocol):
@@ -147,6 +148,7 @@ class HFSource(Sequence[dict[str, Any]]):
         name: str,
         convert: Callable[[Mapping[str, Any], int], dict[str, Any]],
         finish: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        line: str = "",
     ) -> None:
         """Read `rows` through `convert`.
 
@@ -155,9 +157,11 @@ class HFSource(Sequence[dict[str, Any]]):
             name: What ledgers and shards call this source.
             convert: Row and number -> `{"conversation": ..., extras}`; raises `BadSampleError` or `ValueError`.
             finish: What `source[i]` does to that; decoding the images if None.
+            line: What was recognised, for people.
         """
         self.rows = rows
         self.name = name
+        self.line = line
         self._convert = convert
         self._finish = finish or decode_images
 

@@ -16,11 +16,11 @@ import tempfile
 import weakref
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from vlm_stream.errors import ConfigError, MissingExtraError, SourceError, StorageError
 from vlm_stream.sources.record import absolute, is_url
-from vlm_stream.storage import open_store, split_url
+from vlm_stream.storage import local_path, open_store, split_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ class LocalFile:
             spill_dir: Where decompressed and downloaded files go; the system's folder for temporary files if None.
             store: How to reach the store of a URL.
         """
-        self.path = path.removeprefix("file://")
+        self.path = local_path(path) if path.startswith("file://") else path
         self._absolute = absolute(self.path)
         self._spill_dir = spill_dir
         self._store = store
@@ -87,9 +87,15 @@ class LocalFile:
             )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def plain_path(self) -> Path:
+        """Return where the plain bytes are."""
+        if self._descriptor < 0:
+            self._open()
+        return self._spill or Path(self._absolute)
+
     def stream(self) -> BinaryIO:
         """Return a new handle at the beginning of the plain bytes."""
-        return open(self._spill or self._absolute, "rb", buffering=0)  # noqa: PTH123
+        return self.plain_path().open("rb", buffering=0)
 
     def close(self) -> None:
         """Close the handle; the next read opens it again."""

@@ -18,34 +18,25 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from vlm_stream.conversation import iter_media
+from vlm_stream.conversation import given_tokens, iter_media
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.ledger import BadSample, Ledger
-from vlm_stream.sources.catalog import rank_share
-from vlm_stream.sources.data_file import FileCache
-from vlm_stream.sources.form import MISMATCHES_KEY, OnMismatch, check_policy
+from vlm_stream.sources.catalog import FileCache, rank_share
 from vlm_stream.sources.open_source import open_entry, read_entries
+from vlm_stream.sources.sharegpt import MISMATCHES_KEY, OnMismatch, check_policy
+from vlm_stream.tokens import guess_text_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from vlm_stream.sources.catalog import Catalog
 
-__all__ = [
-    "SUMMED_KEYS",
-    "ExamplesWithStats",
-    "MetaDatasetConfig",
-    "SourceTiming",
-    "collect_sample_stats",
-    "format_summary",
-    "make_meta_dataset",
-]
+__all__ = ["ExamplesWithStats", "MetaDatasetConfig", "collect_sample_stats", "format_summary", "make_meta_dataset"]
 
 _LOG = logging.getLogger(__name__)
 _SHOWN_BAD = 3
-CHARS_PER_TOKEN: Final = 3
-TOKENS_PER_MEDIUM: Final = 500
-"""What a medium counts while nothing is known of its size."""
+_TOKENS_PER_MEDIUM: Final = 500
+"""NeMo Automodel's own guess, where nothing is known of a medium."""
 SUMMED_KEYS: Final = ("n_images", "n_videos", "n_text_only", "n_text_tokens", "n_media_tokens")
 _KEYS: Final = (*SUMMED_KEYS, "n_missing_text_tokens", "n_missing_mm_inputs_meta")
 
@@ -148,8 +139,7 @@ def make_meta_dataset(
             convert_seconds=time.perf_counter() - located,
         )
         timings.append(timing)
-        _warn(timing)
-        _warn_kept(entry.name, examples)
+        _warn(timing, examples)
         for key in SUMMED_KEYS:
             result.stats[key] += stats[key]
         result.extend(examples)
@@ -197,34 +187,22 @@ def _read_all(catalog: Catalog, ledger: Ledger) -> list[dict[str, Any]]:
     return examples
 
 
-def _warn(timing: SourceTiming) -> None:
-    """Say once per dataset what makes its numbers less than exact."""
-    num_estimated = timing.stats["n_missing_text_tokens"]
-    if num_estimated:
-        _LOG.warning(
-            "dataset '%s': %d of %d samples have no _text_tokens; their text is estimated at a token per 3 characters.",
-            timing.name, num_estimated, timing.num_samples,
-        )  # fmt: skip
-    num_unsized = timing.stats["n_missing_mm_inputs_meta"]
-    if num_unsized:
-        _LOG.warning(
-            "dataset '%s': %d of %d samples have media without mm_inputs_meta; each medium is estimated at 500 tokens.",
-            timing.name, num_unsized, timing.num_samples,
-        )  # fmt: skip
-    if timing.num_bad:
-        _LOG.warning(
-            "dataset '%s': %d samples are bad and left out; their reasons are in the ledger of the result.",
-            timing.name, timing.num_bad,
-        )  # fmt: skip
-
-
-def _warn_kept(name: str, examples: Iterable[Mapping[str, Any]]) -> None:
-    """Count what `keep` left out, by reason."""
+def _warn(timing: SourceTiming, examples: Iterable[Mapping[str, Any]]) -> None:
+    """Say once per dataset what makes its numbers less than exact, and what is left out."""
+    stats, num = timing.stats, timing.num_samples
     notes = [example[MISMATCHES_KEY] for example in examples if MISMATCHES_KEY in example]
-    if notes:
-        reasons = Counter(note.partition(":")[0] for kept in notes for note in kept)
-        counts = ", ".join(f"{reason} {num}" for reason, num in reasons.most_common())
-        _LOG.warning("dataset '%s': %d samples are kept without what does not map (%s).", name, len(notes), counts)
+    reasons = Counter(note.partition(":")[0] for kept in notes for note in kept)
+    counts = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+    for count, sentence in (
+        (stats["n_missing_text_tokens"], f"of {num} samples have no _text_tokens; their text is estimated at a token "
+         "per 3 characters."),
+        (stats["n_missing_mm_inputs_meta"], f"of {num} samples have media without mm_inputs_meta; each medium is "
+         "estimated at 500 tokens."),
+        (timing.num_bad, "samples are bad and left out; their reasons are in the ledger of the result."),
+        (len(notes), f"samples are kept without what does not map ({counts})."),
+    ):  # fmt: skip
+        if count:
+            _LOG.warning("dataset '%s': %d %s", timing.name, count, sentence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,11 +218,6 @@ class SourceTiming:
     convert_seconds: float
     """Reading, parsing and mapping them."""
 
-    @property
-    def total_seconds(self) -> float:
-        """Return both together."""
-        return self.locate_seconds + self.convert_seconds
-
 
 def collect_sample_stats(examples: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Return media counts, token estimates, and how many examples lack the exact counts."""
@@ -254,29 +227,20 @@ def collect_sample_stats(examples: Iterable[Mapping[str, Any]]) -> dict[str, int
         stats["n_images"] += sum(item["type"] == "image" for item in media)
         stats["n_videos"] += sum(item["type"] == "video" for item in media)
         stats["n_text_only"] += not media
-        text_tokens = example.get("_text_tokens")
-        if not (isinstance(text_tokens, int | float) and float(text_tokens).is_integer()):
+        text_tokens = given_tokens(example.get("_text_tokens"))
+        if text_tokens is None:
             stats["n_missing_text_tokens"] += 1
-            text_tokens = _num_chars(example["conversation"]) // CHARS_PER_TOKEN
-        stats["n_text_tokens"] += int(text_tokens)
+            text_tokens = guess_text_tokens(example["conversation"]) - len(media)
+        stats["n_text_tokens"] += text_tokens
         meta = example.get("mm_inputs_meta")
-        if isinstance(meta, dict):
+        if (media_tokens := given_tokens(example.get("_media_tokens"))) is not None:
+            stats["n_media_tokens"] += media_tokens
+        elif isinstance(meta, dict):
             stats["n_media_tokens"] += _meta_tokens(meta)
         elif media:
             stats["n_missing_mm_inputs_meta"] += 1
-            stats["n_media_tokens"] += TOKENS_PER_MEDIUM * len(media)
+            stats["n_media_tokens"] += _TOKENS_PER_MEDIUM * len(media)
     return stats
-
-
-def _num_chars(conversation: Sequence[Mapping[str, Any]]) -> int:
-    num_chars = 0
-    for message in conversation:
-        content = message["content"]
-        if isinstance(content, str):
-            num_chars += len(content)
-        else:
-            num_chars += sum(len(item["text"]) for item in content if item.get("type") == "text")
-    return num_chars
 
 
 def _meta_tokens(meta: Mapping[str, Any]) -> int:
@@ -285,7 +249,7 @@ def _meta_tokens(meta: Mapping[str, Any]) -> int:
         if isinstance(entry, dict) and isinstance(entry.get("n_tokens"), int):
             num_tokens += entry["n_tokens"]
         elif entry is not None:
-            num_tokens += TOKENS_PER_MEDIUM
+            num_tokens += _TOKENS_PER_MEDIUM
     return num_tokens
 
 
@@ -299,9 +263,9 @@ def format_summary(timings: Sequence[SourceTiming], wall_seconds: float, rank: i
     table.add_column("dataset")
     for heading in ("locate s", "convert s", "total s", "samples", "images", "videos", "text only", "bad"):
         table.add_column(heading, justify="right")
-    for timing in sorted(timings, key=lambda t: -t.total_seconds):
+    for timing in sorted(timings, key=lambda t: -(t.locate_seconds + t.convert_seconds)):
         counts = (timing.num_samples, *(timing.stats[key] for key in SUMMED_KEYS[:3]), timing.num_bad)
-        seconds = (timing.locate_seconds, timing.convert_seconds, timing.total_seconds)
+        seconds = (timing.locate_seconds, timing.convert_seconds, timing.locate_seconds + timing.convert_seconds)
         table.add_row(timing.name, *(f"{s:.2f}" for s in seconds), *(f"{n:,}" for n in counts))
     out = io.StringIO()
     Console(file=out, width=120, color_system=None, force_terminal=False, force_jupyter=False).print(table)

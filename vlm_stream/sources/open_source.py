@@ -1,26 +1,33 @@
-"""A path or URL -> a source of records: a meta file with its entries, or one bare data file.
+"""A path or URL -> a source of records: a meta file with its entries, a data file, a folder or a pattern of them.
 
     {"coco": {"file_name": "coco.jsonl", "media_dir": "images", "sample_ratio": 0.5},
-     "chat": {"file_name": "/data/chat.json.gz", "columns": {"messages": "conversations"}, "tags": {...}}}
+     "chat": {"file_name": "/data/chat.json.gz", "columns": {"messages": "conversations"}, "tags": {...}},
+     "web":  {"file_name": "web/data/train-*.parquet"}}
 
-`file_name` and `media_dir` are relative to the meta file unless they are absolute or URLs. The result is a
-`SourceGroup` of the entries in sorted order, or of the one file. Every data file is scanned here, once.
+`file_name` and `media_dir` are relative to the meta file unless they are absolute or URLs. InternVL's meta files
+(`annotation`, `root`, `repeat_time`) are read as well. The result is a `SourceGroup` of the entries in sorted order.
+Every data file is opened here, once.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
-from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+import re
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.errors import SourceError, nearest_name
-from vlm_stream.sources.catalog import Catalog, sample_order
-from vlm_stream.sources.data_file import FileCache, first_bytes, holds_lines
+from vlm_stream.errors import ConfigError, SourceError, StorageError, nearest_name
+from vlm_stream.sources.catalog import Catalog, FileCache, sample_order
 from vlm_stream.sources.factories import PREFIX, open_factory
-from vlm_stream.sources.form import OnMismatch, ShareGptForm, check_policy
+from vlm_stream.sources.forms import ShareGptForm
+from vlm_stream.sources.json_file import first_bytes, holds_lines
 from vlm_stream.sources.local_file import plain_name
-from vlm_stream.sources.record import SourceGroup, absolute, join_media_path, parent_of
+from vlm_stream.sources.record import SourceGroup, absolute, is_url, join_media_path, parent_of
+from vlm_stream.sources.sharegpt import OnMismatch, check_policy
+from vlm_stream.sources.table_file import is_table
+from vlm_stream.storage import local_path, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -29,19 +36,34 @@ if TYPE_CHECKING:
 
 __all__ = ["MetaEntry", "open_entry", "open_source", "read_entries"]
 
-_META_BYTES = 64 << 20
+_META_BYTES: Final = 64 << 20
 """A meta file lists datasets; something larger that starts with a brace is not one."""
-_KEYS = ("columns", "file_name", "media_dir", "sample_ratio", "tags")
+_INTERNVL: Final = {"annotation": "file_name", "root": "media_dir", "repeat_time": "sample_ratio"}
+_INTERNVL_ONLY: Final = ("data_augment", "length", "max_dynamic_patch", "min_dynamic_patch", "conv_style")
+"""Keys of InternVL's entries that are about its model or its own loader."""
+_KINDS: Final = {
+    "columns": dict,
+    "file_name": str,
+    "media_dir": str,
+    "media_first": bool,
+    "sample_ratio": object,
+    "tags": dict,
+}
+_SHARD_NAME: Final = re.compile(r"(.+?)-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
+_SPLIT: Final = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaEntry:
-    """One dataset of a meta file, with its paths resolved."""
+    """One dataset, with its paths resolved and what is said of its form."""
 
     name: str
-    path: str
-    """The data file: a path or URL."""
-    form: ShareGptForm
+    paths: tuple[str, ...]
+    """The data file: a path or URL; or the files of one table."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    media_dir: str | None = None
+    media_first: bool | None = None
     sample_ratio: float = 1.0
 
 
@@ -53,18 +75,23 @@ def open_source(
     columns: Mapping[str, str] | None = None,
     tags: Mapping[str, str] | None = None,
     media_dir: str | None = None,
+    media_first: bool | None = None,
     spill_dir: str | None = None,
     store: StoreOptions | None = None,
 ) -> SourceGroup:
-    """Return the records of a meta file, or of a bare JSON array or JSONL file (`.gz`, `.zst` and URLs too).
+    """Return the records of a meta file or of data files: JSON, JSONL (`.gz`, `.zst`), Parquet, Arrow; also by URL.
+
+    The form of the records is recognised, see `forms`; `lines` of the result says it.
 
     Args:
-        path: The file. A meta file is a JSON object whose values are objects. `factory:NAME[=PATH]` is an HF dataset.
-        names: Which entries of a meta file; all if None.
+        path: The file, a folder of tables, or a pattern (`data/train-*.parquet`). A meta file is a JSON object whose
+            values are objects. `factory:NAME[=PATH]` is an HF dataset.
+        names: Which entries of a meta file, or which splits and parts of a folder; all if None.
         on_mismatch: What happens to a record that does not map whole: `drop`, `keep` what maps, `raise`.
-        columns: For a bare file: names of its columns. A meta file says this itself.
-        tags: For a bare file: names of its role keys and roles.
-        media_dir: For a bare file: what its relative media paths are joined to; as written if None.
+        columns: For data files: names of columns, where recognition should not decide. A meta file says this itself.
+        tags: For data files: names of role keys and roles, likewise.
+        media_dir: For data files: what relative media paths are joined to; as written if None.
+        media_first: For data files: whether media that no placeholder shows go before the first user text.
         spill_dir: Where compressed and remote files are unpacked; the folder for temporary files if None.
         store: How to reach the stores of URLs.
     """
@@ -73,10 +100,15 @@ def open_source(
     if path.startswith(PREFIX):
         given = {"columns": columns, "tags": tags, "media_dir": media_dir}
         return _factory_group(path, names, {key: value for key, value in given.items() if value}, on_mismatch)
-    bare = ShareGptForm.from_dicts(columns, tags, absolute(media_dir) if media_dir else None)
+    ShareGptForm.from_dicts(columns, tags)  # refuses unknown keys before anything is opened
     files = FileCache(spill_dir, store)
-    entries = read_entries(path, files, names=names, bare=bare)
-    catalogs = [open_entry(entry, files, on_mismatch) for entry in entries]
+    said = {
+        "columns": columns or {},
+        "tags": tags or {},
+        "media_dir": absolute(media_dir) if media_dir else None,
+        "media_first": media_first,
+    }
+    catalogs = [open_entry(entry, files, on_mismatch) for entry in read_entries(path, files, names=names, said=said)]
     return SourceGroup(catalogs, name=_stem(path))
 
 
@@ -95,26 +127,42 @@ def _factory_group(
 
 def open_entry(entry: MetaEntry, files: FileCache, on_mismatch: OnMismatch = "drop") -> Catalog:
     """Return the records of one entry, in the order that its ratio gives."""
-    data = files.scanned(entry.path)
+    data = files.rows(entry.paths) if is_table(entry.paths[0]) else files.examples(entry.paths[0])
     try:
         order = sample_order(len(data), entry.sample_ratio)
     except SourceError as error:
         raise SourceError(f"dataset '{entry.name}': {error}") from None
-    return Catalog(data, name=entry.name, form=entry.form, on_mismatch=on_mismatch, order=order)
+    try:
+        return Catalog(
+            data,
+            name=entry.name,
+            columns=entry.columns,
+            tags=entry.tags,
+            media_dir=entry.media_dir,
+            media_first=entry.media_first,
+            on_mismatch=on_mismatch,
+            order=order,
+        )
+    except SourceError as error:
+        raise SourceError(f"{entry.paths[0]}: {error}") from None
 
 
 def read_entries(
-    path: str, files: FileCache, *, names: Iterable[str] | None = None, bare: ShareGptForm | None = None
+    path: str, files: FileCache, *, names: Iterable[str] | None = None, said: Mapping[str, Any] | None = None
 ) -> list[MetaEntry]:
-    """Return the entries of a meta file; a bare data file is one entry named after the file."""
-    bare = bare or ShareGptForm()
+    """Return the entries of a meta file, or of data files; `said` are fields of the entries of data files."""
+    said = said or {}
+    found = _find_files(path, files)
+    if found is not None:
+        chosen = _select(found.keys(), names, path) if names is not None else _one_split(found, path)
+        return [MetaEntry(name=name, paths=found[name], **said) for name in chosen]
     file = files.local(path)
     _, head = first_bytes(file)
     if not head.lstrip().startswith(b"{") or holds_lines(file, head):
         if names is not None:
             raise SourceError(f"{path}: a data file has no names to choose from; leave the names filter out.")
-        return [MetaEntry(name=_stem(path), path=path, form=bare)]
-    if bare != ShareGptForm():
+        return [MetaEntry(name=_stem(path), paths=(path,), **said)]
+    if any(value not in (None, {}) for value in said.values()):
         raise SourceError(f"{path}: a meta file says columns, tags and media_dir for each entry; put them there.")
     if file.size_bytes > _META_BYTES:
         raise SourceError(
@@ -122,14 +170,89 @@ def read_entries(
             "bytes, which is neither. Write the records as an array or one per line (.jsonl)."
         )
     text = file.read_at(0, file.size_bytes).decode("utf-8-sig", errors="replace")
-    return _parse_meta(text, path, names)
+    return _parse_meta(text, path, files, names)
 
 
 def _stem(path: str) -> str:
     return PurePosixPath(plain_name(path)).stem or path
 
 
-def _parse_meta(text: str, meta_path: str, names: Iterable[str] | None) -> list[MetaEntry]:
+# --- folders and patterns ---
+
+
+def _find_files(path: str, files: FileCache) -> dict[str, tuple[str, ...]] | None:
+    """Return the files that a table, a folder or a pattern names, by the name of their entry; None: it is one file."""
+    has_pattern = any(mark in path for mark in "*?[") and not Path(path).exists()
+    is_folder = path.endswith("/") if _is_remote(path) else Path(local_path(path)).is_dir()
+    if not has_pattern and not is_folder:
+        return {_stem(path): (path,)} if is_table(path) else None
+    folder = path.rstrip("/")
+    while has_pattern and any(mark in folder for mark in "*?["):
+        folder = parent_of(folder)
+    found = _list(folder or ".", files)
+    if has_pattern:
+        found = [name for name in found if fnmatch.fnmatchcase(f"{folder}/{name}" if folder else name, path)]
+    tables = [name for name in found if is_table(name) and not PurePosixPath(name).name.startswith(("cache-", "."))]
+    others = [] if is_folder else [name for name in found if name not in tables]
+    if not tables and not others:
+        what = "matches no file" if has_pattern else "is a folder without .parquet or .arrow files"
+        raise SourceError(f"{path}: {what}, so there is nothing to read. Give a file, a pattern or the right folder.")
+    groups: dict[str, list[str]] = {}
+    for name in sorted(tables):
+        groups.setdefault(_part_name(name) or _stem(folder), []).append(_joined(folder, name))
+    for name in sorted(others):
+        groups.setdefault(_stem(name), []).append(_joined(folder, name))
+    twice = next((name for name in groups if len(groups[name]) > 1 and not is_table(groups[name][0])), None)
+    if twice is not None:
+        raise SourceError(f"{path}: {' and '.join(groups[twice])} have the same name; convert them one by one.")
+    return {name: tuple(paths) for name, paths in groups.items()}
+
+
+def _is_remote(path: str) -> bool:
+    return is_url(path) and not path.startswith("file://")
+
+
+def _list(folder: str, files: FileCache) -> list[str]:
+    try:
+        return [info.path for info in open_store(folder, files.store).list()]
+    except (ConfigError, StorageError) as error:
+        raise SourceError(f"{folder}: cannot be listed ({error}). Check it, or name the files.") from error
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _part_name(path: str) -> str:
+    """Return which part of a dataset a file belongs to, by the layouts of the hub and of `save_to_disk`.
+
+    >>> _part_name("data/train-00000-of-00008.parquet"), _part_name("ai2d/test-00000-of-00001.parquet")
+    ('train', 'ai2d/test')
+    >>> _part_name("train/data-00000-of-00002.arrow"), _part_name("0000.parquet")
+    ('train', '')
+    """
+    place = PurePosixPath(path)
+    numbered = _SHARD_NAME.match(place.stem)
+    stem = numbered.group(1) if numbered else (match.group() if (match := _SPLIT.match(place.stem)) else "")
+    return "/".join(part for part in (*place.parts[:-1], stem) if part and part != "data")
+
+
+def _one_split(found: Collection[str], path: str) -> list[str]:
+    """Return all parts, sorted, unless they are of several splits: then somebody has to choose."""
+    splits = {match.group() for name in found if (match := _SPLIT.match(name.rpartition("/")[2]))}
+    if len(splits) > 1:
+        train = [name for name in found if name.rpartition("/")[2].startswith("train")] or sorted(found)[:1]
+        raise SourceError(
+            f"{path}: there are the splits {', '.join(sorted(found))}, and training data would be mixed with others. "
+            f"Choose with --names {','.join(sorted(train))}."
+        )
+    return sorted(found)
+
+
+# --- meta files ---
+
+
+def _parse_meta(text: str, meta_path: str, files: FileCache, names: Iterable[str] | None) -> list[MetaEntry]:
     """Return the chosen entries in sorted order; anything that nothing would read raises `SourceError`."""
     try:
         meta = json.loads(text, object_pairs_hook=_unique_keys)
@@ -140,7 +263,7 @@ def _parse_meta(text: str, meta_path: str, names: Iterable[str] | None) -> list[
             f"{meta_path}: Expected a JSON array of records or a meta file, found one object with the keys "
             f"{', '.join(sorted(meta)[:8])}. Write the records as an array or one per line (.jsonl)."
         )
-    return [_entry(name, meta[name], meta_path) for name in _select(meta.keys(), names, meta_path)]
+    return [_entry(name, meta[name], meta_path, files) for name in _select(meta.keys(), names, meta_path)]
 
 
 def _select(known: Collection[str], names: Iterable[str] | None, meta_path: str) -> list[str]:
@@ -169,31 +292,40 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(name: str, config: dict[str, Any], meta_path: str) -> MetaEntry:
+def _entry(name: str, config: dict[str, Any], meta_path: str, files: FileCache) -> MetaEntry:
     place = f"{meta_path}: dataset '{name}'"
-    for key in config:
-        if key not in _KEYS:
-            raise SourceError(f"{place} has the key '{key}', which nothing reads; {nearest_name(key, _KEYS)}")
-    for key, kind in (("file_name", str), ("media_dir", str), ("columns", dict), ("tags", dict)):
-        if config.get(key) is not None and not isinstance(config[key], kind):
-            wanted = "a string" if kind is str else "an object"
-            raise SourceError(f"{place}: '{key}' is {config[key]!r}, which cannot be used; write {wanted}.")
+    if "annotation" in config and "file_name" not in config:
+        config = {_INTERNVL.get(key, key): value for key, value in config.items() if key not in _INTERNVL_ONLY}
+    for key, value in config.items():
+        if key not in _KINDS:
+            raise SourceError(f"{place} has the key '{key}', which nothing reads; {nearest_name(key, _KINDS)}")
+        if value is not None and not isinstance(value, _KINDS[key]):
+            wanted = {str: "a string", dict: "an object", bool: "true or false"}[_KINDS[key]]
+            raise SourceError(f"{place}: '{key}' is {value!r}, which cannot be used; write {wanted}.")
     if not config.get("file_name"):
-        raise SourceError(f"{place} is missing 'file_name', so it has no data; name its .json or .jsonl file.")
-    folder = parent_of(meta_path)
-    media_dir = config.get("media_dir")
-    ratio = config.get("sample_ratio")
-    try:
-        form = ShareGptForm.from_dicts(
-            config.get("columns"),
-            config.get("tags"),
-            absolute(join_media_path(folder, media_dir)) if media_dir else None,
+        raise SourceError(
+            f"{place} is missing 'file_name', so it has no data; name its .json, .jsonl or .parquet file."
         )
+    columns, tags = config.get("columns") or {}, config.get("tags") or {}
+    try:
+        ShareGptForm.from_dicts(columns, tags)
     except SourceError as error:
         raise SourceError(f"{place}: {error}") from None
+    folder = parent_of(meta_path)
+    path = join_media_path(folder, config["file_name"])
+    found = _find_files(path, files) or {name: (path,)}
+    if len(found) > 1:
+        raise SourceError(
+            f"{place}: '{config['file_name']}' holds {', '.join(sorted(found))}, and an entry is one dataset; write an "
+            "entry with a pattern for each of them."
+        )
+    media_dir, ratio = config.get("media_dir"), config.get("sample_ratio")
     return MetaEntry(
         name=name,
-        path=join_media_path(folder, config["file_name"]),
-        form=form,
+        paths=next(iter(found.values())),
+        columns=columns,
+        tags=tags,
+        media_dir=absolute(join_media_path(folder, media_dir)) if media_dir else None,
+        media_first=config.get("media_first"),
         sample_ratio=1.0 if ratio is None else ratio,
     )

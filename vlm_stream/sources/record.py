@@ -1,7 +1,8 @@
 """A record: one sample before it lies in a shard; the seam through which converters read records; sources joined.
 
 A source is random-access by design: a converter decides which record goes into which shard on numbers alone, and each
-of its workers reads just the records of its own shards.
+of its workers reads just the records of its own shards. A source whose records are cheap only in blocks (row groups of
+Parquet) says where they end in `block_ends`, and a converter that shuffles keeps the records of a block together.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from vlm_stream.errors import SourceError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
+
     from vlm_stream.conversation import Conversation
 
 __all__ = ["Record", "RecordSource", "SourceGroup", "absolute", "is_url", "join_media_path", "parent_of"]
@@ -32,13 +35,13 @@ class Record:
     id: str
     """The sample's own id if it has one, else its number in the source."""
     origin: str
-    """`file:line` for people."""
+    """For people: file and line, array index, or row group and row; and the sample's own id."""
     conversation: Conversation
     """Media items name a path, a URL, an LMDB entry, or hold bytes."""
     media_root: str | None = None
     """Folder that relative media paths were resolved against."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """Known passengers, such as `mm_inputs_meta` and `_text_tokens`."""
+    """Known passengers: `mm_inputs_meta`, `_text_tokens`, `_media_tokens`, `_mismatches`."""
     has_id: bool = True
     """Whether the id is the sample's own."""
 
@@ -85,6 +88,21 @@ class SourceGroup:
     def counts(self) -> dict[str, int]:
         """Return the number of records by source name."""
         return {member.name: len(member) for member in self.members}
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """Return what was recognised, in a line for each source that says it."""
+        return {member.name: line for member in self.members if (line := getattr(member, "line", ""))}
+
+    @property
+    def block_ends(self) -> npt.NDArray[np.int64] | None:
+        """Return where the blocks of all members end; None where no member has any."""
+        ends = [getattr(member, "block_ends", None) for member in self.members]
+        if all(own is None for own in ends):
+            return None
+        sizes = [len(member) for member in self.members]
+        own = [np.arange(1, size + 1) if end is None else end for end, size in zip(ends, sizes, strict=True)]
+        return np.concatenate([end + begin for end, begin in zip(own, [0, *self._ends[:-1].tolist()], strict=True)])
 
     def read(self, index: int) -> Record:
         """Return one record of one member."""

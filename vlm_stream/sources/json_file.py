@@ -1,22 +1,26 @@
-"""Where each record lies in its file: one pass over the bytes.
+"""The raw examples of a JSON array or of JSON lines, by number: found in one pass, parsed only when read.
 
-Enters: JSON lines or a JSON array as bytes. Leaves: three numbers per record, 16 bytes together, whatever its size.
-Whether a record is well-formed JSON shows when it is read.
+Enters: a local file. Leaves: parsed JSON values and the places of their records, 16 bytes each. A file is refused only
+when its records cannot be told apart; whether one of them is JSON shows when it is read. What an example means is
+decided elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import crc32c
 import numpy as np
 import numpy.typing as npt
 
 from vlm_stream.errors import SourceError
+from vlm_stream.sources.local_file import LocalFile, plain_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +28,136 @@ if TYPE_CHECKING:
 
     Ints = Sequence[int] | npt.NDArray[np.int64]
 
-__all__ = ["RecordSpans", "SpanBuilder", "scan_array", "scan_lines"]
+__all__ = ["DataFile", "UnreadableError", "first_bytes", "holds_lines", "scan_array", "scan_lines"]
+
+# Half of a surrogate pair is legal JSON text and illegal UTF-8. Any escape of that range makes a second look worth it.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_LOG = logging.getLogger(__name__)
+_BOM = b"\xef\xbb\xbf"
+_LINE_SUFFIXES = (".jsonl", ".ndjson")
+_PEEK_BYTES = 1 << 20
+
+
+class UnreadableError(ValueError):
+    """A record cannot be had from its file: it is not JSON that can be kept, or a part of a table is damaged."""
+
+    def __init__(self, reason: str, fact: str) -> None:
+        super().__init__(fact)
+        self.reason = reason
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the value; raise `UnreadableError`."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        bad = data[error.start]
+        raise UnreadableError("not_utf8", f"byte 0x{bad:02x} at column {error.start + 1} is not UTF-8") from None
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise UnreadableError("broken_json", f"broken JSON at character {error.pos + 1} ({error.msg})") from None
+    except RecursionError:
+        raise UnreadableError("broken_json", "broken JSON (nested too deeply)") from None
+    except ValueError as error:  # NaN, Infinity, an integer of thousands of digits
+        raise UnreadableError("broken_json", f"broken JSON ({error})") from None
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            fact = "a string has half of a surrogate pair, which UTF-8 cannot hold"
+            raise UnreadableError("lone_surrogate", fact) from None
+    return value
+
+
+class DataFile:
+    """The raw examples of one file by number.
+
+    `.jsonl` and `.ndjson` hold a record per line, anything else is told by its beginning.
+    """
+
+    def __init__(self, file: LocalFile | str) -> None:
+        self.file = file if isinstance(file, LocalFile) else LocalFile(file)
+        self.path = self.file.path
+        self.spans, self.is_array = _scan(self.file)
+
+    def __len__(self) -> int:
+        """Return the number of records, bad ones included."""
+        return len(self.spans)
+
+    def digest(self) -> str:
+        """Return what changes with any byte of the file."""
+        crc = 0
+        with self.file.stream() as stream:
+            while piece := stream.read(_PEEK_BYTES):
+                crc = crc32c.crc32c(piece, crc)
+        return f"{self.file.size_bytes} {crc}"
+
+    def raw(self, number: int) -> bytes:
+        """Return the bytes of a record."""
+        return self.file.read_at(int(self.spans.begins[number]), int(self.spans.sizes[number]))
+
+    def where(self, number: int) -> str:
+        """Return `file:line`, or `file[index]` of an array."""
+        return f"{self.path}[{number}]" if self.is_array else f"{self.path}:{self.spans.lines[number]}"
+
+    def load(self, number: int) -> Any:
+        """Return the parsed example; raise `UnreadableError` when it is not JSON in UTF-8."""
+        return parse_json(self.raw(number))
+
+
+def first_bytes(file: LocalFile) -> tuple[int, bytes]:
+    """Return the offset after a byte order mark, and the first bytes there; other encodings raise `SourceError`."""
+    head = file.read_at(0, min(file.size_bytes, _PEEK_BYTES))
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or head[:4].count(0) > 1:
+        raise SourceError(
+            f"{file.path}: the file is UTF-16 or UTF-32, and records are read as UTF-8 only. "
+            "Convert it, for example with: iconv -f UTF-16 -t UTF-8."
+        )
+    return (len(_BOM), head[len(_BOM) :]) if head.startswith(_BOM) else (0, head)
+
+
+def holds_lines(file: LocalFile, head: bytes) -> bool:
+    """Tell whether the file has one JSON value per line: by its name, else by a first line that is whole by itself."""
+    if plain_name(file.path).endswith(_LINE_SUFFIXES):
+        return True
+    first, newline, rest = head.lstrip(_BLANKS).partition(b"\n")
+    if not first.startswith(b"{") or not newline or not rest.strip(_BLANKS):
+        return False
+    try:
+        return isinstance(parse_json(first), dict)
+    except UnreadableError:
+        return False
+
+
+def _scan(file: LocalFile) -> tuple[RecordSpans, bool]:
+    begin, head = first_bytes(file)
+    with file.stream() as stream:
+        is_array = not holds_lines(file, head)
+        if not is_array:
+            spans = scan_lines(stream, begin)
+        elif head.lstrip(_BLANKS).startswith(b"["):
+            spans = scan_array(stream, file.path, begin)
+        else:
+            found = repr(head.lstrip(_BLANKS)[:20])[1:] if head.strip(_BLANKS) else "nothing"
+            raise SourceError(
+                f"{file.path}: Expected a JSON array of records or one JSON object per line, found {found}, so "
+                "there is nothing to convert. Give the data file itself: .json or .jsonl (.gz and .zst may follow), "
+                ".parquet or .arrow."
+            )
+    if not len(spans):
+        _LOG.warning("%s: the file has no records", file.path)
+    return spans, is_array
+
+
+# --- finding the records ---
 
 _BLANKS = b" \t\r\n"
 _LINE_BLANKS = b" \t\r"
@@ -33,7 +166,7 @@ _BLANK = re.compile(rb"[ \t\r\n]*")
 _PLAIN = rb'(?:[^"\[\]{}%s]++|"(?:[^"\\]++|\\.)*+")*+'
 _TO_SEPARATOR = re.compile(_PLAIN % b"," + rb"[\[\]{},]", re.DOTALL)
 _TO_BRACKET = re.compile(_PLAIN % b"" + rb"[\[\]{}]", re.DOTALL)
-_DECODER = json.JSONDecoder(strict=False)
+_FINDER = json.JSONDecoder(strict=False)
 _INSIDE_STRING = re.compile(_PLAIN % b"" + rb'"', re.DOTALL)
 
 
@@ -174,7 +307,7 @@ class _ArrayScan:
                 self.begin, self.begin_line = self.offset + at, self.line
                 # The parser finds the end of a good record fast. Others, and the last one of a chunk, go the slow way.
                 with contextlib.suppress(ValueError, RecursionError):
-                    end = _DECODER.raw_decode(text, at)[1]
+                    end = _FINDER.raw_decode(text, at)[1]
                     if _TO_SEPARATOR.match(data, end):
                         self.line += data.count(b"\n", at, end)
                         at = end

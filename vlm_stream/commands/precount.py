@@ -1,0 +1,66 @@
+"""precount: write _text_tokens and _media_tokens into a data file, for datasets that are loaded whole."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final
+
+from vlm_stream.commands import arguments, output
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Final = """\
+examples:
+  precount data.jsonl --processor Qwen/Qwen2.5-VL-7B-Instruct --media-dir images/ --out counted.jsonl
+  precount data.jsonl.gz --processor Qwen/Qwen2.5-VL-7B-Instruct --in-place
+"""
+_SHOWN: Final = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("input", help="JSON array or JSON lines (.gz too)")
+    parser.add_argument("--processor", required=True, metavar="NAME_OR_PATH", help="whose tokens are counted")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the processor bring its own code")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--out", metavar="FILE", help="the new file (packed if it ends in .gz)")
+    target.add_argument("--in-place", action="store_true", help="replace the file, once all is counted")
+    parser.add_argument("--columns", metavar="NAME=FIELD,...", help="columns, where they are not recognised")
+    parser.add_argument("--tags", metavar="NAME=VALUE,...", help="role keys and roles, likewise")
+    parser.add_argument("--media-dir", metavar="DIR", help="what media paths are relative to")
+    arguments.add_store_arguments(parser)
+    arguments.add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Count; print the sums. Exit code 1 if not one record could be counted."""
+    from vlm_stream.convert import precount
+
+    with output.Progress("precount", enabled=not (args.json or args.quiet)) as progress:
+        report = precount(
+            args.input,
+            None if args.in_place else args.out,
+            processor=args.processor,
+            trust_remote_code=args.trust_remote_code,
+            columns=arguments.parse_mapping(args.columns),
+            tags=arguments.parse_mapping(args.tags),
+            media_dir=args.media_dir,
+            store=arguments.store_options(args),
+            on_record=lambda num_records: progress.step(num_records, samples=1),
+        )
+    if args.json:
+        output.print_json(report.to_dict())
+    else:
+        for origin, reason in list(report.bad.items())[:_SHOWN]:
+            sys.stderr.write(f"no counts: {origin}: {reason}\n")
+        rows = {
+            "records": f"{report.num_records:,}",
+            "text tokens": f"{report.text_tokens:,}",
+            "media tokens": f"{report.media_tokens:,}",
+            "without counts": f"{len(report.bad):,}",
+        }
+        output.print_table(report.out, rows)
+    return 1 if report.bad and len(report.bad) == report.num_records else 0

@@ -1,0 +1,271 @@
+"""The rows of Parquet and Arrow files by number, as dicts.
+
+Enters: paths or URLs of files with one schema. Leaves: rows, read block by block (a row group of Parquet, a batch of
+Arrow). At most `_CACHE_BYTES` of blocks are kept, and never the whole. Remote Parquet is read by byte ranges, remote
+Arrow is made local first. What a row means is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from vlm_stream.errors import SourceError, VlmStreamError
+from vlm_stream.sources.json_file import UnreadableError
+from vlm_stream.sources.local_file import LocalFile
+from vlm_stream.sources.record import is_url
+from vlm_stream.storage import local_path, open_store, split_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
+
+    from vlm_stream.storage import StoreOptions
+
+__all__ = ["ARROW", "PARQUET", "TableFiles", "is_table"]
+
+PARQUET: Final = (".parquet", ".pq")
+ARROW: Final = (".arrow", ".ipc", ".feather")
+_CACHE_BYTES: Final = 256 << 20
+"""Of decoded blocks; the one that is being read stays, whatever its size."""
+_NUM_THREADS: Final = 16
+
+
+def is_table(path: str) -> bool:
+    """Tell by its name whether a file holds rows of columns."""
+    return path.lower().endswith((*PARQUET, *ARROW))
+
+
+class TableFiles:
+    """Rows of one or more files after each other. Picklable; files are opened where they are read."""
+
+    def __init__(
+        self, paths: Sequence[str], *, spill_dir: str | None = None, store: StoreOptions | None = None
+    ) -> None:
+        """Read the places of all blocks: footers of Parquet, messages of Arrow."""
+        self.paths = tuple(paths)
+        self.columns: tuple[str, ...] | None = None
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            self._files = tuple(pool.map(lambda path: _open(path, spill_dir, store), self.paths))
+        self._blocks = [(file, block) for file, part in enumerate(self._files) for block in range(len(part.block_rows))]
+        rows = [part.block_rows for part in self._files]
+        self._ends = np.cumsum(np.concatenate(rows) if rows else np.zeros(0, np.int64), dtype=np.int64)
+        self._forget()
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def block_ends(self) -> npt.NDArray[np.int64] | None:
+        """Return where each row group ends, because its rows are read together; None for Arrow, which is mapped."""
+        return self._ends if any(isinstance(file, _ParquetFile) for file in self._files) else None
+
+    def digest(self) -> str:
+        """Return what changes with the files, as far as their footers tell; their bytes may be far away and many."""
+        return " ".join(
+            f"{PurePosixPath(path).name} {file.digest()}" for path, file in zip(self.paths, self._files, strict=True)
+        )
+
+    def reading(self, columns: Iterable[str]) -> TableFiles:
+        """Return these rows with no other columns than these."""
+        other = copy.copy(self)
+        other.columns = tuple(columns)
+        other._forget()
+        return other
+
+    def where(self, number: int) -> str:
+        """Return the file, the block and the row in it."""
+        which, row = self._place(number)
+        file, block = self._blocks[which]
+        return f"{self.paths[file]}: {self._files[file].block_name} {block}, row {row}"
+
+    def load(self, number: int) -> dict[str, Any]:
+        """Return one row; raise `UnreadableError` when its block is damaged."""
+        which, row = self._place(number)
+        if which not in self._cache:
+            file, block = self._blocks[which]
+            self._keep(which, self._files[file].read(block, self.columns))
+        self._cache.move_to_end(which)
+        found = self._cache[which]
+        if isinstance(found, str):
+            raise UnreadableError("damaged_table", found)
+        values: dict[str, Any] = found.slice(row, 1).to_pylist()[0]
+        return values
+
+    def _place(self, number: int) -> tuple[int, int]:
+        which = int(np.searchsorted(self._ends, number, side="right"))
+        return which, number - (int(self._ends[which - 1]) if which else 0)
+
+    def _keep(self, which: int, block: Any) -> None:
+        self._cache[which] = block
+        self._kept_bytes += _size(block)
+        while self._kept_bytes > _CACHE_BYTES and len(self._cache) > 1:
+            self._kept_bytes -= _size(self._cache.popitem(last=False)[1])
+
+    def _forget(self) -> None:
+        self._cache: OrderedDict[int, Any] = OrderedDict()
+        self._kept_bytes = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Rows that were read stay in this process."""
+        return {**self.__dict__, "_cache": OrderedDict(), "_kept_bytes": 0}
+
+
+def _size(block: Any) -> int:
+    return 0 if isinstance(block, str) else int(block.nbytes)
+
+
+def _open(path: str, spill_dir: str | None, store: StoreOptions | None) -> _ParquetFile | _ArrowFile:
+    if path.lower().endswith(ARROW):
+        return _ArrowFile(LocalFile(path, spill_dir=spill_dir, store=store))
+    return _ParquetFile(path, store)
+
+
+class _ParquetFile:
+    """Row groups of one file."""
+
+    block_name = "row group"
+
+    def __init__(self, path: str, store: StoreOptions | None) -> None:
+        self.path = path
+        self._store = store
+        self._file: Any = None
+        try:
+            metadata = self._opened().metadata
+        except VlmStreamError as error:
+            raise SourceError(f"{path}: cannot be fetched ({error}), so none of its rows can be read.") from error
+        except (OSError, ValueError) as error:  # Arrow's errors are kinds of these
+            raise _refusal(path, "Parquet", error) from error
+        self.block_rows = np.array([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)], np.int64)
+        places = [metadata.row_group(i).column(0).file_offset for i in range(metadata.num_row_groups)]
+        self._footer = f"{metadata.serialized_size} {metadata.num_rows} {places[-1:]}"
+        self._file = None  # thousands of files would be open
+
+    def _opened(self) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if self._file is None:
+            if is_url(self.path) and not self.path.startswith("file://"):
+                source = pa.PythonFile(_RangeFile(self.path, self._store), mode="r")
+                self._file = pq.ParquetFile(source, pre_buffer=True)
+            else:
+                self._file = pq.ParquetFile(local_path(self.path), memory_map=False)
+        return self._file
+
+    def digest(self) -> str:
+        """Return a few numbers of the footer."""
+        return self._footer
+
+    def read(self, block: int, columns: Sequence[str] | None) -> Any:
+        """Return a row group as a table, or the sentence that says why not."""
+        try:
+            file = self._opened()
+            known = set(file.schema_arrow.names)
+            return file.read_row_group(block, None if columns is None else [name for name in columns if name in known])
+        except VlmStreamError:
+            raise
+        except (OSError, ValueError) as error:
+            return f"row group {block} is damaged ({error})"
+        finally:
+            if self._file is not None and is_url(self.path):
+                self._file = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}
+
+
+class _ArrowFile:
+    """Record batches of one file: of the file format, or of the stream format that HF datasets keep on disk."""
+
+    block_name = "batch"
+
+    def __init__(self, file: LocalFile) -> None:
+        self.file = file
+        self._batches: Any = None
+        try:
+            batches = self._opened()
+            num = batches.num_record_batches if hasattr(batches, "num_record_batches") else len(batches)
+            self.block_rows = np.array([self._batch(i).num_rows for i in range(num)], np.int64)
+        except (OSError, ValueError) as error:
+            raise _refusal(file.path, "Arrow", error) from error
+
+    def _opened(self) -> Any:
+        """Return a reader of the file format, or the batches of a stream; both lie in the file, mapped."""
+        import pyarrow as pa
+
+        if self._batches is None:
+            mapped = pa.memory_map(str(self.file.plain_path()))
+            if mapped.read(6) == b"ARROW1":
+                self._batches = pa.ipc.open_file(mapped)
+            else:
+                mapped.seek(0)
+                self._batches = list(pa.ipc.open_stream(mapped))
+        return self._batches
+
+    def _batch(self, block: int) -> Any:
+        batches = self._opened()
+        return batches[block] if isinstance(batches, list) else batches.get_batch(block)
+
+    def digest(self) -> str:
+        """Return the size of the file and the rows of its batches."""
+        return f"{self.file.size_bytes} {self.block_rows.tolist()}"
+
+    def read(self, block: int, columns: Sequence[str] | None) -> Any:
+        """Return a batch, or the sentence that says why not."""
+        try:
+            batch = self._batch(block)
+        except (OSError, ValueError) as error:
+            return f"batch {block} is damaged ({error})"
+        return batch if columns is None else batch.select([name for name in columns if name in batch.schema.names])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_batches": None}
+
+
+def _refusal(path: str, kind: str, error: Exception) -> SourceError:
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return SourceError(
+        f"{path}: cannot be opened as {kind} ({reason}), so none of its rows can be read. Check the path; if it is "
+        "cut off, fetch it again."
+    )
+
+
+class _RangeFile(io.RawIOBase):
+    """A remote object as a file that is read at any place."""
+
+    def __init__(self, url: str, options: StoreOptions | None) -> None:
+        root, self._name = split_url(url)
+        self._remote = open_store(root, options)
+        self._size = self._remote.head(self._name).size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def size(self) -> int:
+        return self._size
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._size if size is None or size < 0 else min(self._at + size, self._size)
+        data = bytes(self._remote.fetch(self._name, self._at, end - self._at).data) if end > self._at else b""
+        self._at += len(data)
+        return data
