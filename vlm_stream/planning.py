@@ -17,9 +17,10 @@ import numpy as np
 
 from vlm_stream.blueprint import BatchName, Blueprint, Piece, Planned, Work
 from vlm_stream.build import BuildConfig
+from vlm_stream.convert import open_blends, open_dataset
 from vlm_stream.encode import inject_fake_image
 from vlm_stream.errors import ConfigError, DatasetError
-from vlm_stream.format import IndexCache, OpenDataset
+from vlm_stream.format import IndexCache
 from vlm_stream.keys import FAKE_IMAGE_SIZE
 from vlm_stream.ledger import BadSample
 from vlm_stream.plan import Planner, SampleColumns, SourceSpec, step_at
@@ -50,8 +51,8 @@ _INDEX_BYTES = 128 << 20
 class Datasets:
     """The opened sources of a mixture: what the plan asks of their indexes, and where drawn samples lie."""
 
-    def __init__(self, sources: Sequence[SourceOptions], options: StreamOptions) -> None:
-        """Read the manifests.
+    def __init__(self, sources: Sequence[SourceOptions], options: StreamOptions, *, encode: bool = False) -> None:
+        """Read the manifests; tars without one are indexed. To be encoded, samples must make conversations.
 
         Raises:
             DatasetError: A dataset has no samples.
@@ -59,8 +60,11 @@ class Datasets:
         cache = IndexCache(_INDEX_BYTES)
         self.lock = threading.Lock()
         """One thread at a time reads indexes: that of a running plan, or one that counts batches."""
-        self.sources = tuple(sources)
-        self.opened = [OpenDataset(source.url, options.store, cache) for source in sources]
+        self.sources = open_blends(sources, options.store)
+        self.opened = [
+            open_dataset(source.url, options.store, cache, need="conversation" if encode else "members")
+            for source in self.sources
+        ]
         for source, dataset in zip(self.sources, self.opened, strict=True):
             if not dataset.manifest.totals.samples:
                 raise DatasetError(
@@ -246,7 +250,7 @@ def open_plan(
         processor: Counts media; None: the geometry that the datasets were counted with.
         given: The processor as the user gave it (a name, say), for builders; by default the processor itself.
     """
-    datasets = Datasets(sources, options)
+    datasets = Datasets(sources, options, encode=processor is not None)
     geometry = datasets.geometry() if processor is None else Geometry.from_processor(processor)
     geometry = _with_frames(geometry, options)
     fake_tokens = 0
@@ -267,7 +271,7 @@ def open_plan(
     config = options.plan(
         f"{geometry.digest()}+{fake_tokens}",
         text=text,
-        weights_given=any(source.has_weight for source in sources),
+        weights_given=any(source.has_weight for source in datasets.sources),
     )
     named = tuple(
         (source.name, dataset.manifest.fields)

@@ -18,18 +18,23 @@ examples:
   index 's3://bucket/cc3m/{00000..00331}.tar'
   index data/*.tar --layout caption --prompt "Describe this image."
   index 'https://host/set/{000..015}.tar' --out indexes/
+  index energon_dataset/#val
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("urls", nargs="+", metavar="URL", help="tars: paths, URLs, {000..127} patterns, folders")
-    parser.add_argument("--out", metavar="URL", help="where indexes and manifest go (default: beside the tars)")
+    parser.add_argument("urls", nargs="+", metavar="URL", help="tars: paths, URLs, {000..127} patterns, folders; Energon datasets")
+    parser.add_argument(
+        "--out",
+        metavar="URL",
+        help="where indexes and manifest go (default: beside the tars, else the user's cache, where loaders look)",
+    )
     parser.add_argument("--processor", metavar="NAME_OR_PATH", help="count text tokens exactly")
     parser.add_argument("--overwrite", action="store_true", help="replace indexes and manifest that are there")
     arguments.add_workers_argument(parser)
     group = parser.add_argument_group("layout (default: as the first sample shows)")
-    group.add_argument("--layout", choices=("native", "sharegpt", "caption"))
+    group.add_argument("--layout", choices=("native", "sharegpt", "caption", "bytes"))
     group.add_argument("--columns", metavar="NAME=FIELD,...", help="sharegpt: fields of the .json")
     group.add_argument("--tags", metavar="NAME=VALUE,...", help="sharegpt: role keys and roles")
     group.add_argument("--caption", metavar="MEMBER", help="caption: txt, or json:FIELD")
@@ -40,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Index; print the summary. Exit code 1 when not one sample could be used."""
-    from vlm_stream.convert import IndexOptions, index_tars
+    from vlm_stream.convert import IndexOptions
 
     options = IndexOptions(
         out=args.out,
@@ -51,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
         store=arguments.store_options(args),
     )
     with output.Progress("index", enabled=not (args.json or args.quiet)) as progress:
-        manifest = index_tars(
+        manifest, place = _index(
             args.urls,
             options,
-            on_part=lambda part, num_tars: progress.step(
+            lambda part, num_tars: progress.step(
                 num_tars, samples=part.entry.totals.samples, num_bytes=part.entry.totals.bytes, bad=len(part.bad)
             ),
         )
@@ -68,11 +73,13 @@ def run(args: argparse.Namespace) -> int:
                 "dropped": manifest.dropped,
                 "layout": manifest.fields.layout,
                 "num_shards": len(manifest.shards),
+                "place": place,
                 "totals": asdict(totals),
             }
         )
     else:
         rows = {
+            "place": place,
             "tars": f"{len(manifest.shards):,}",
             "layout": manifest.fields.layout,
             "samples": f"{totals.samples:,}",
@@ -85,6 +92,34 @@ def run(args: argparse.Namespace) -> int:
         }
         output.print_table("index", rows | {f"  {reason}": f"{count:,}" for reason, count in manifest.dropped.items()})
     return 0 if totals.samples else 1
+
+
+def _index(
+    urls: list[str], options: IndexOptions, on_part: Callable[[ShardPart, int], None]
+) -> tuple[Manifest, str]:
+    """Index beside the tars or into `--out`; Energon's datasets and what cannot be written, where loaders look."""
+    from dataclasses import replace
+
+    from vlm_stream.convert import find_tars, index_in_place, index_tars
+    from vlm_stream.errors import AccessError, ConfigError, StorageError
+    from vlm_stream.format import load_manifest
+    from vlm_stream.storage import expand_urls, open_store
+
+    is_energon = len(urls) == 1 and not options.out and _is_energon(urls[0], options.store)
+    if not is_energon:
+        try:
+            manifest = index_tars(urls, options, on_part=on_part)
+            return manifest, open_store(options.out or expand_urls(urls, options.store)[0], options.store).root
+        except (AccessError, StorageError) as error:
+            if options.out or len(urls) > 1 or not _is_write(error):
+                raise
+    if options.fields is not None:
+        raise ConfigError(
+            "a layout was named, and the index goes where loaders look for one with the layout that the tars show "
+            "themselves, so it would not be found; give a folder for it with --out, and that folder to the loader"
+        )
+    place = index_in_place(find_tars(urls[0], options.store), options, on_part=on_part)
+    return load_manifest(open_store(place, options.store)), place
 
 
 def _fields(args: argparse.Namespace) -> FieldMap | None:

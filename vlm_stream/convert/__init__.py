@@ -5,13 +5,16 @@ here: plans, collation, how a model consumes a sample.
 
 Files, in the order the data meets them: `options`, `order` (which record goes where), `job` (what a restart must know),
 `engines`, `shard_task` (one shard), `media_bytes`, `sample`, `counting`, `tar`, `writer`, `rows` (the index), `layout`
-(names), `convert` (the whole); `foreign` (tars made elsewhere); `verify`, `recount`, `stats`.
+(names), `convert` (the whole); `foreign` (tars made elsewhere), `energon` (the datasets of Megatron-Energon), `in_place` (any URL -> an opened dataset);
+`verify`, `recount`, `stats`.
 """
 
 from __future__ import annotations
 
 from vlm_stream.convert.convert import ShardReport, make_shards
+from vlm_stream.convert.energon import is_metadataset, open_blends
 from vlm_stream.convert.foreign import IndexOptions, index_tars
+from vlm_stream.convert.in_place import find_tars, index_in_place, open_dataset
 from vlm_stream.convert.options import ShardOptions
 from vlm_stream.convert.recount import RecountReport, recount
 from vlm_stream.convert.stats import DatasetStats, Histogram, dataset_stats
@@ -27,8 +30,13 @@ __all__ = [
     "ShardReport",
     "VerifyReport",
     "dataset_stats",
+    "find_tars",
+    "index_in_place",
     "index_tars",
+    "is_metadataset",
     "make_shards",
+    "open_blends",
+    "open_dataset",
     "recount",
     "verify_dataset",
 ]

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import tarfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +22,7 @@ from vlm_stream.conversation import iter_media
 from vlm_stream.convert.counting import open_counter
 from vlm_stream.convert.engines import LocalEngine
 from vlm_stream.convert.layout import LEDGER, split_member_name
-from vlm_stream.convert.rows import SampleRow, check_fits_index, encode_index
+from vlm_stream.convert.rows import SampleCounts, SampleRow, check_fits_index, encode_index
 from vlm_stream.convert.sample import measure_item
 from vlm_stream.convert.shard_task import ShardPart, is_local
 from vlm_stream.convert.tar import TarMember, iter_members
@@ -50,11 +52,12 @@ if TYPE_CHECKING:
     from vlm_stream.convert.counting import SampleCounter
     from vlm_stream.storage import Store, StoreOptions
 
-__all__ = ["IndexOptions", "index_tars"]
+__all__ = ["IndexOptions", "guess_layout", "index_tars", "measure_media", "write_indexes"]
 
 
 _NUM_GUESSED: Final = 100
 """Samples that are asked for the layout: the first may be a bad one."""
+_COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _LEFT_OUT: Final = "What follows is left out, and the sample before it, which may have lost a member."
 
 
@@ -69,8 +72,12 @@ class IndexOptions:
     processor: str | None = None
     """Name or path of a transformers processor, for exact text tokens."""
     workers: int = 1
+    threads: int = 0
+    """Above 0: so many threads of this process do it, and no other processes are started."""
     overwrite: bool = False
     """Replace indexes and manifest that are there."""
+    excluded: frozenset[str] = frozenset()
+    """Samples that are left out, as `TAR/KEY`."""
     store: StoreOptions | None = None
 
 
@@ -86,6 +93,7 @@ class _Context:
     out: str
     fields: FieldMap
     processor: str | None
+    excluded: frozenset[str]
     store: StoreOptions | None
 
     def __call__(self, task: _Task) -> ShardPart:
@@ -117,11 +125,35 @@ def index_tars(
             f"{out.root} already holds a dataset ({load_manifest(out).totals.samples} samples); nothing was written. "
             f"Give another --out, or replace its indexes and manifest with --overwrite."
         )
-    fields = options.fields or _guess(tars, names)
-    context = _Context(tars=tars.root, out=out.root, fields=fields, processor=options.processor, store=options.store)
+    return write_indexes(tars, names, out, options, on_part=on_part)
+
+
+def write_indexes(
+    tars: Store,
+    names: Sequence[str],
+    out: Store,
+    options: IndexOptions,
+    *,
+    on_part: Callable[[ShardPart, int], None] | None = None,
+) -> Manifest:
+    """Read tars once; write an index for each, the ledger, and last the manifest, whatever is there.
+
+    Whoever does it and however many do it at the same time, they write the same.
+    """
+    fields = options.fields or guess_layout(tars, names)
+    context = _Context(
+        tars=tars.root,
+        out=out.root,
+        fields=fields,
+        processor=options.processor,
+        excluded=options.excluded,
+        store=options.store,
+    )
     parts: dict[int, ShardPart] = {}
     tasks = [_Task(number, name) for number, name in enumerate(names)]
-    for part in LocalEngine(options.workers).run(context, tasks):
+    engine = LocalEngine(options.workers)
+    done = _run_threads(context, tasks, options.threads) if options.threads else engine.run(context, tasks)
+    for part in done:
         parts[part.number] = part
         if on_part is not None:
             on_part(part, len(tasks))
@@ -140,7 +172,18 @@ def index_tars(
     return manifest
 
 
-def _guess(store: Store, names: Sequence[str]) -> FieldMap:
+def _run_threads(context: _Context, tasks: Sequence[_Task], threads: int) -> Iterator[ShardPart]:
+    with ThreadPoolExecutor(threads) as pool:
+        running = [pool.submit(context, task) for task in tasks]
+        try:
+            for done in as_completed(running):
+                yield done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def guess_layout(store: Store, names: Sequence[str]) -> FieldMap:
     """Return the layout that the first sample shows; where that shows none, one of those behind it."""
     refused: ConfigError | None = None
     for group in itertools.islice(_first_samples(store, names), _NUM_GUESSED):
@@ -155,8 +198,37 @@ def _guess(store: Store, names: Sequence[str]) -> FieldMap:
 def _first_samples(store: Store, names: Sequence[str]) -> Iterator[list[tuple[str, TarMember]]]:
     for name in names:
         with ObjectReader(store, name, store.head(name).size) as reader, contextlib.suppress(DatasetError):
-            for _, group in _iter_samples(iter_members(reader.read)):
-                yield group
+            for archive in _iter_archives(reader, name):
+                for _, group in _iter_samples(archive):
+                    yield group
+
+
+def _iter_archives(reader: ObjectReader, name: str) -> Iterator[Iterator[TarMember]]:
+    """Yield the members of a tar, then those of each tar that was joined to it by `cat`; exhaust one before the next.
+
+    Raises:
+        ConfigError: It is compressed, whatever its name says.
+    """
+    held = reader.read(tarfile.BLOCKSIZE)
+    if packed := next((form for magic, form in _COMPRESSED.items() if held.startswith(magic)), None):
+        raise ConfigError(
+            f"{name} is compressed ({packed}), though its name ends in .tar, and compressed tars cannot be read at an "
+            f"offset. Unpack it first."
+        )
+
+    def read(size: int) -> bytes:
+        nonlocal held
+        if not held:
+            return reader.read(size)
+        block, held = held, b""
+        return block
+
+    while held:
+        yield iter_members(read, begin=reader.position - len(held))
+        held = b""
+        while (block := reader.read(tarfile.BLOCKSIZE)) and not any(block):
+            pass  # tars end with zeros
+        held = block
 
 
 def _iter_samples(members: Iterable[TarMember]) -> Iterator[tuple[str, list[tuple[str, TarMember]]]]:
@@ -165,8 +237,8 @@ def _iter_samples(members: Iterable[TarMember]) -> Iterator[tuple[str, list[tupl
     group: list[tuple[str, TarMember]] = []
     for member in members:
         new_key, extension = split_member_name(member.name)
-        if not extension or new_key.rpartition("/")[2].startswith("."):
-            continue  # READMEs and the dot files of archivers are no samples, as in WebDataset
+        if not extension or member.name.rpartition("/")[2].startswith("."):
+            continue  # READMEs and the dot files of archivers (`._x.jpg`) are no samples
         if new_key != key and group:
             yield key, group
             group = []
@@ -181,11 +253,12 @@ def _index_tar(context: _Context, task: _Task) -> ShardPart:
     tars = open_store(context.tars, context.store)
     out = open_store(context.out, context.store)
     info = tars.head(task.name)
-    scan = _Scan(task.name, context.fields, open_counter(context.processor))
+    scan = _Scan(task.name, context.fields, open_counter(context.processor), context.excluded)
     with ObjectReader(tars, task.name, info.size) as reader:
         try:
-            for key, group in _iter_samples(iter_members(reader.read)):
-                scan.add(key, group)
+            for archive in _iter_archives(reader, task.name):
+                for key, group in _iter_samples(archive):
+                    scan.add(key, group)
         except DatasetError as error:
             scan.note("", reader.position, BadSampleError("read", "damaged_tar", f"{error} {_LEFT_OUT}"))
         crc32c = reader.finish()
@@ -208,6 +281,7 @@ class _Scan:
     name: str
     fields: FieldMap
     counter: SampleCounter
+    excluded: frozenset[str] = frozenset()
     rows: list[SampleRow] = field(default_factory=list)
     bad: list[BadSample] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
@@ -219,6 +293,8 @@ class _Scan:
             if key in self.keys:
                 raise BadSampleError("convert", "duplicate_key", f"the key '{key}' was in this tar before.")
             self.keys.add(key)
+            if f"{self.name}/{key}" in self.excluded:
+                raise BadSampleError("convert", "excluded", "the dataset's own list of splits excludes it.")
             self.rows.append(_to_row(key, group, self.fields, self.counter))
         except Exception as error:  # tars made elsewhere hold anything
             self.note(key, begin, blame_sample(error, "convert", "bad_form", "the sample cannot be indexed"))
@@ -242,17 +318,20 @@ def _to_row(key: str, group: list[tuple[str, TarMember]], fields: FieldMap, coun
     names = [extension for extension, _ in group]
     if not _is_utf8(key, *names):
         raise BadSampleError("convert", "bad_name", "names of its members are not UTF-8, so no index can hold them.")
-    if len(set(names)) < len(names):
+    if len({name.lower() for name in names}) < len(names):
         raise BadSampleError("convert", "duplicate_member", f"the sample has two members of one name: {names}.")
-    contents = {extension: member.content for extension, member in group}
-    texts = {name: content for name, content in contents.items() if is_text_member(name)}
-    conversation = to_conversation(fields, names, texts)
-    sizes = measure_media(conversation, contents)
+    if fields.layout == "bytes":
+        sizes, counts = MediaSizes(), SampleCounts(1)
+    else:
+        contents = {extension: member.content for extension, member in group}
+        texts = {name: content for name, content in contents.items() if is_text_member(name)}
+        conversation = to_conversation(fields, names, texts)
+        sizes = measure_media(conversation, contents)
+        counts = counter.count(conversation, sizes)
     crc = 0
     for _, member in group:
         for piece in (member.header, member.content, member.pad):
             crc = crc32c.crc32c(piece, crc)
-    counts = counter.count(conversation, sizes)
     check_fits_index(counts.text_tokens, sizes)
     begin, end = group[0][1].begin, group[-1][1].end
     if sum(len(m.header) + len(m.content) + len(m.pad) for _, m in group) != end - begin:

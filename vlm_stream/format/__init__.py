@@ -4,11 +4,13 @@ Enters: a dataset's URL. Leaves: its manifest, columns for plans, and drawn samp
 and the conversation that the small files of a sample make. No tar is opened here. It must not know plans, processors or
 how datasets are written.
 
-Files, in the order the data meets them: `fields` (members of a sample -> conversation), `manifest`, `table` (schema of
+Files, in the order the data meets them: `fields` (members of a sample -> conversation), `energon` (its
+sample types), `manifest`, `table` (schema of
 an index), `index` (one shard), `dataset` (all shards, within a bound of memory).
 """
 
 from vlm_stream.format.dataset import Drawn, IndexCache, OpenDataset
+from vlm_stream.format.energon import DEFAULT_PROMPTS, SAMPLE_FIELDS
 from vlm_stream.format.fields import (
     LAYOUTS,
     MEDIA_EXTENSIONS,
@@ -33,9 +35,11 @@ from vlm_stream.format.manifest import (
 from vlm_stream.format.table import index_schema, read_table, write_table
 
 __all__ = [
+    "DEFAULT_PROMPTS",
     "LAYOUTS",
     "MANIFEST",
     "MEDIA_EXTENSIONS",
+    "SAMPLE_FIELDS",
     "Drawn",
     "FieldMap",
     "IndexCache",

@@ -12,6 +12,7 @@ import ctypes
 from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -24,7 +25,7 @@ from vlm_stream.format.index import (
     media_kinds,
     open_index,
 )
-from vlm_stream.format.manifest import load_manifest
+from vlm_stream.format.manifest import ShardList, load_manifest
 from vlm_stream.storage import Span, open_store
 
 if TYPE_CHECKING:
@@ -98,8 +99,15 @@ def _size_of(index: bytes | ShardIndex) -> int:
 class OpenDataset:
     """One dataset, opened for planning and for looking up drawn samples."""
 
-    def __init__(self, url: str, store_options: StoreOptions | None, cache: IndexCache) -> None:
-        """Read the manifest.
+    def __init__(
+        self,
+        url: str,
+        store_options: StoreOptions | None,
+        cache: IndexCache,
+        *,
+        only: Sequence[str] | None = None,
+    ) -> None:
+        """Read the manifest; with `only`, leave out all shards but these.
 
         Raises:
             DatasetError: There is none, or it cannot be used.
@@ -108,6 +116,11 @@ class OpenDataset:
         self.manifest = load_manifest(self.store)
         self.root: str = self.store.root
         """URL of the dataset. Spans have that of its tars, which may be elsewhere."""
+        if only is not None:
+            by_name = {shard.name: shard for shard in self.manifest.shards}
+            shards = ShardList.of(by_name[name] for name in only)
+            self.manifest = replace(self.manifest, shards=shards)
+        self._kept_as = self.root if only is None else f"{self.root}#{self.manifest.digest}"
         self._cache = cache
 
     def media(self, shards: Sequence[int]) -> tuple[MediaColumns, Ints, Ints]:
@@ -145,7 +158,7 @@ class OpenDataset:
         drawn: dict[int, Drawn] = {}
         missing = []
         for shard in wanted:
-            kept = self._cache.get(self.root, shard)
+            kept = self._cache.get(self._kept_as, shard)
             if isinstance(kept, ShardIndex):
                 drawn.update((place, _draw(kept, rows[place])) for place in wanted[shard])
             else:
@@ -163,7 +176,7 @@ class OpenDataset:
         The index has checksums of whole samples alone, so these bytes cannot be checked.
         """
         name = self.manifest.fields.text_member
-        member = next((member for member in drawn.span.members if member[0] == name), None)
+        member = next((member for member in drawn.span.members if member[0].lower() == name), None)
         if member is None:
             return drawn.span
         _, offset, size = member
@@ -188,17 +201,17 @@ class OpenDataset:
 
     def _fetch(self, shard: int) -> bytes | ShardIndex:
         """Return an index as it is kept, or its bytes, which are kept from then on."""
-        index = self._cache.get(self.root, shard)
+        index = self._cache.get(self._kept_as, shard)
         if index is None:
             index = fetch_index(self.store, self.manifest.shards[shard])
-            self._cache.put(self.root, shard, index)
+            self._cache.put(self._kept_as, shard, index)
         return index
 
     def _decode(self, shard: int, index: bytes | ShardIndex) -> ShardIndex:
         """Return a decoded index, which is kept from then on in place of its bytes."""
         if isinstance(index, bytes):
             index = open_index(index, self.store, self.manifest.shards[shard], tars=self.manifest.tars)
-            self._cache.put(self.root, shard, index)
+            self._cache.put(self._kept_as, shard, index)
         return index
 
 
