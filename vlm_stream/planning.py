@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from vlm_stream.convert import Need
     from vlm_stream.format import Drawn
     from vlm_stream.options import StreamOptions
     from vlm_stream.plan import Dropped, Ref, Step
@@ -51,8 +52,8 @@ _INDEX_BYTES = 128 << 20
 class Datasets:
     """The opened sources of a mixture: what the plan asks of their indexes, and where drawn samples lie."""
 
-    def __init__(self, sources: Sequence[SourceOptions], options: StreamOptions, *, encode: bool = False) -> None:
-        """Read the manifests; tars without one are indexed. To be encoded, samples must make conversations.
+    def __init__(self, sources: Sequence[SourceOptions], options: StreamOptions, need: Need = "members") -> None:
+        """Read the manifests; tars without one are indexed for what their samples are needed for.
 
         Raises:
             DatasetError: A dataset has no samples.
@@ -61,10 +62,7 @@ class Datasets:
         self.lock = threading.Lock()
         """One thread at a time reads indexes: that of a running plan, or one that counts batches."""
         self.sources = open_blends(sources, options.store)
-        self.opened = [
-            open_dataset(source.url, options.store, cache, need="conversation" if encode else "members")
-            for source in self.sources
-        ]
+        self.opened = [open_dataset(source.url, options.store, cache, need=need) for source in self.sources]
         for source, dataset in zip(self.sources, self.opened, strict=True):
             if not dataset.manifest.totals.samples:
                 raise DatasetError(
@@ -241,6 +239,7 @@ def open_plan(
     processor: Any = None,
     *,
     given: Any = None,
+    need: Need | None = None,
 ) -> Plan:
     """Open the datasets and plan over them.
 
@@ -249,8 +248,9 @@ def open_plan(
         options: How samples become batches.
         processor: Counts media; None: the geometry that the datasets were counted with.
         given: The processor as the user gave it (a name, say), for builders; by default the processor itself.
+        need: What samples must make; by default conversations if there is a processor.
     """
-    datasets = Datasets(sources, options, encode=processor is not None)
+    datasets = Datasets(sources, options, need or ("members" if processor is None else "conversation"))
     geometry = datasets.geometry() if processor is None else Geometry.from_processor(processor)
     geometry = _with_frames(geometry, options)
     fake_tokens = 0

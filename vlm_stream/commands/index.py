@@ -24,7 +24,9 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("urls", nargs="+", metavar="URL", help="tars: paths, URLs, {000..127} patterns, folders; Energon datasets")
+    parser.add_argument(
+        "urls", nargs="+", metavar="URL", help="tars: paths, URLs, {000..127} patterns, folders; Energon datasets"
+    )
     parser.add_argument(
         "--out",
         metavar="URL",
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Index; print the summary. Exit code 1 when not one sample could be used."""
-    from vlm_stream.convert import IndexOptions
+    from vlm_stream.convert import IndexOptions, index_urls
 
     options = IndexOptions(
         out=args.out,
@@ -56,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
         store=arguments.store_options(args),
     )
     with output.Progress("index", enabled=not (args.json or args.quiet)) as progress:
-        manifest, place = _index(
+        manifest, place = index_urls(
             args.urls,
             options,
-            lambda part, num_tars: progress.step(
+            on_part=lambda part, num_tars: progress.step(
                 num_tars, samples=part.entry.totals.samples, num_bytes=part.entry.totals.bytes, bad=len(part.bad)
             ),
         )
@@ -92,34 +94,6 @@ def run(args: argparse.Namespace) -> int:
         }
         output.print_table("index", rows | {f"  {reason}": f"{count:,}" for reason, count in manifest.dropped.items()})
     return 0 if totals.samples else 1
-
-
-def _index(
-    urls: list[str], options: IndexOptions, on_part: Callable[[ShardPart, int], None]
-) -> tuple[Manifest, str]:
-    """Index beside the tars or into `--out`; Energon's datasets and what cannot be written, where loaders look."""
-    from dataclasses import replace
-
-    from vlm_stream.convert import find_tars, index_in_place, index_tars
-    from vlm_stream.errors import AccessError, ConfigError, StorageError
-    from vlm_stream.format import load_manifest
-    from vlm_stream.storage import expand_urls, open_store
-
-    is_energon = len(urls) == 1 and not options.out and _is_energon(urls[0], options.store)
-    if not is_energon:
-        try:
-            manifest = index_tars(urls, options, on_part=on_part)
-            return manifest, open_store(options.out or expand_urls(urls, options.store)[0], options.store).root
-        except (AccessError, StorageError) as error:
-            if options.out or len(urls) > 1 or not _is_write(error):
-                raise
-    if options.fields is not None:
-        raise ConfigError(
-            "a layout was named, and the index goes where loaders look for one with the layout that the tars show "
-            "themselves, so it would not be found; give a folder for it with --out, and that folder to the loader"
-        )
-    place = index_in_place(find_tars(urls[0], options.store), options, on_part=on_part)
-    return load_manifest(open_store(place, options.store)), place
 
 
 def _fields(args: argparse.Namespace) -> FieldMap | None:

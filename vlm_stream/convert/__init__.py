@@ -14,7 +14,7 @@ from __future__ import annotations
 from vlm_stream.convert.convert import ShardReport, make_shards
 from vlm_stream.convert.energon import is_metadataset, open_blends
 from vlm_stream.convert.foreign import IndexOptions, index_tars
-from vlm_stream.convert.in_place import find_tars, index_in_place, open_dataset
+from vlm_stream.convert.in_place import Need, index_urls, open_dataset
 from vlm_stream.convert.options import ShardOptions
 from vlm_stream.convert.recount import RecountReport, recount
 from vlm_stream.convert.stats import DatasetStats, Histogram, dataset_stats
@@ -24,15 +24,15 @@ __all__ = [
     "DatasetStats",
     "Histogram",
     "IndexOptions",
+    "Need",
     "Problem",
     "RecountReport",
     "ShardOptions",
     "ShardReport",
     "VerifyReport",
     "dataset_stats",
-    "find_tars",
-    "index_in_place",
     "index_tars",
+    "index_urls",
     "is_metadataset",
     "make_shards",
     "open_blends",

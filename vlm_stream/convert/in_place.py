@@ -21,20 +21,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from vlm_stream.convert.energon import is_energon, read_energon, split_fragment
-from vlm_stream.convert.foreign import IndexOptions, guess_layout, write_indexes
+from vlm_stream.convert.foreign import IndexOptions, guess_layout, index_tars, write_indexes
+from vlm_stream.convert.layout import LEDGER
 from vlm_stream.convert.shard_task import is_local
 from vlm_stream.errors import ConfigError, DatasetError, NotFoundError, VlmStreamError
 from vlm_stream.format import MANIFEST, FieldMap, IndexCache, OpenDataset, load_manifest
 from vlm_stream.storage import ObjectInfo, expand_urls, join_url, names_tars, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from vlm_stream.convert.shard_task import ShardPart
     from vlm_stream.format import Manifest
     from vlm_stream.storage import Store, StoreOptions
 
-__all__ = ["InPlace", "find_tars", "index_in_place", "open_dataset", "user_cache"]
+__all__ = ["InPlace", "Need", "index_in_place", "index_urls", "open_dataset", "user_cache"]
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +115,39 @@ def _checked(dataset: OpenDataset, url: str, need: Need) -> OpenDataset:
     return dataset
 
 
-def find_tars(url: str, store: StoreOptions | None = None) -> InPlace:
-    """Return the tars that a URL names, and what is known of them without reading one."""
-    return _find_tars(url, store, None, "conversation")
+def index_urls(
+    urls: Sequence[str], options: IndexOptions, *, on_part: Callable[[ShardPart, int], None] | None = None
+) -> tuple[Manifest, str]:
+    """Index tars into `options.out`, or beside them; what cannot be written there, and Energon's, where it is sought.
+
+    Returns:
+        The manifest, and where it is.
+    """
+    if len(urls) == 1 and options.out is None:
+        is_energons = not names_tars(urls[0]) and is_energon(open_store(split_fragment(urls[0])[0], options.store))
+        if is_energons or not _can_write(urls, options):
+            if options.fields is not None:
+                raise ConfigError(
+                    f"a layout was named, and the index of {urls[0]} goes where loaders look for the layout that the "
+                    f"tars show themselves, so it would not be found; name a folder by --out, and give that to loaders"
+                )
+            tars = _find_tars(urls[0], options.store, None, "conversation")
+            place = index_in_place(tars, options, on_part=on_part)
+            return load_manifest(open_store(place, options.store)), place
+    manifest = index_tars(urls, options, on_part=on_part)
+    return manifest, open_store(options.out or expand_urls(urls, options.store)[0], options.store).root
+
+
+def _can_write(urls: Sequence[str], options: IndexOptions) -> bool:
+    """Tell whether an index can be written beside the tars; a dataset that is there is left alone."""
+    root, _ = expand_urls(urls, options.store)
+    if not options.overwrite and _manifest_at(root, options.store) is not None:
+        return True
+    try:
+        open_store(root, options.store).put(LEDGER, b"")
+    except (VlmStreamError, OSError):
+        return False
+    return True
 
 
 def _find_tars(url: str, options: StoreOptions | None, missing: DatasetError | None, need: Need) -> InPlace:
@@ -154,9 +185,11 @@ def _find_place(tars: InPlace, options: StoreOptions | None) -> tuple[str, tuple
     """Return where the index of these tars is, and which of its tars are meant if it has others; None: nowhere."""
     store = open_store(tars.root, options)
     infos = _look(store, tars.names)
-    if tars.fields is None and not tars.excluded:
+    if tars.fields in (None, _BYTES) and not tars.excluded:
         manifest = _manifest_at(tars.root, options)
-        if manifest is not None and not manifest.tars and set(tars.names) <= set(manifest.shards.column("name")):
+        is_ours = manifest is not None and not manifest.tars and set(tars.names) <= set(manifest.shards.column("name"))
+        # Whoever wants every sample as it lies cannot use an index that leaves some out.
+        if manifest is not None and is_ours and (tars.fields is None or manifest.job or not manifest.dropped):
             _check_unchanged(tars, manifest, infos)
             return tars.root, None if list(tars.names) == manifest.shards.column("name") else tars.names
     key = _key(tars, store, infos)
@@ -193,9 +226,9 @@ def index_in_place(
         num_bytes = sum(info.size for info in infos)
         if on_part is None:
             logger.warning(
-                "indexing %d tars (%.2f GB) of %s into %s: once, and again only if they change; to do it beforehand "
+                "indexing %d tars (%s) of %s into %s: once, and again only if they change; to do it beforehand "
                 "with several processes run: vlm-stream index '%s' --workers N",
-                len(infos), num_bytes / 1e9, tars.url, place, tars.url,
+                len(infos), _say_bytes(num_bytes), tars.url, place, tars.url,
             )  # fmt: skip
         out = open_store(place, options.store)
         options = replace(options, fields=fields, excluded=tars.excluded)
@@ -204,9 +237,13 @@ def index_in_place(
             dropped = ", ".join(f"{count} {reason}" for reason, count in manifest.dropped.items())
             logger.warning(
                 "indexed %s: %d samples, layout '%s', left out: %s",
-                tars.url, manifest.totals.samples, fields.layout, f"{dropped} ({place}/ledger.jsonl)" if dropped else "none",
+                tars.url, manifest.totals.samples, fields.layout, f"{dropped} ({place}/{LEDGER})" if dropped else "none",
             )  # fmt: skip
     return place
+
+
+def _say_bytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 class _Lines:
@@ -222,8 +259,8 @@ class _Lines:
         if time.monotonic() - self._last >= _LINE_SECONDS:
             self._last = time.monotonic()
             logger.warning(
-                "indexed %d of %d tars, %.1f of %.1f GB",
-                self._num_tars, num_tars, self._done / 1e9, self._total / 1e9,
+                "indexed %d of %d tars, %s of %s",
+                self._num_tars, num_tars, _say_bytes(self._done), _say_bytes(self._total),
             )  # fmt: skip
 
 
@@ -241,11 +278,17 @@ def _look(store: Store, names: tuple[str, ...]) -> list[ObjectInfo]:
     if is_local(store):
         return [_stat(store, name) for name in names]
     try:
-        listed = {info.path: info for info in store.list(os.path.commonprefix(names))}
+        listed = {info.path: info for info in store.list(_common_prefix(names))}
     except VlmStreamError:  # web servers list nothing
         listed = {}
     with ThreadPoolExecutor(_ASKING) as pool:
         return list(pool.map(lambda name: listed.get(name) or store.head(name), names))
+
+
+def _common_prefix(names: tuple[str, ...]) -> str:
+    first, last = min(names), max(names)
+    length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
+    return first[:length]
 
 
 def _stat(store: Store, name: str) -> ObjectInfo:
@@ -311,7 +354,7 @@ def _alone(store: Store, key: str, url: str) -> Iterator[None]:
 
     Whoever gets past it all the same writes the same bytes. A process that dies lets go.
     """
-    folders = [user_cache() / "locks", Path(tempfile.gettempdir(), f"vlm_stream-{os.getuid()}")]
+    folders = [user_cache() / "locks", Path(tempfile.gettempdir(), f"vlm_stream-{getattr(os, 'getuid', int)()}")]
     if is_local(store):
         folders.insert(0, Path(store.root, _FOLDER))
     for folder in folders:
