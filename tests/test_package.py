@@ -38,7 +38,8 @@ ENVIRONMENT_READERS = {
     "storage/credentials.py",
     "world.py",
 }
-"""How users tune memory; where their cache is; what is passed on to workers; credentials of stores; the rank that a launcher gives."""
+"""How users tune memory; where their cache is; what is passed on to workers; credentials of stores; the
+rank that a launcher gives."""
 
 
 def modules():

@@ -5,8 +5,8 @@ here: plans, collation, how a model consumes a sample.
 
 Files, in the order the data meets them: `options`, `order` (which record goes where), `job` (what a restart must know),
 `engines`, `shard_task` (one shard), `media_bytes`, `sample`, `counting`, `tar`, `writer`, `rows` (the index), `layout`
-(names), `convert` (the whole); `foreign` (tars made elsewhere), `energon` (the datasets of Megatron-Energon), `in_place` (any URL -> an opened dataset);
-`verify`, `recount`, `stats`.
+(names), `convert` (the whole); `foreign` (tars made elsewhere), `energon` (the datasets of Megatron-Energon),
+`in_place` (any URL becomes an opened dataset); `verify`, `recount`, `stats`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote
 
-from vlm_stream.errors import ConfigError, DatasetError, NotFoundError, StorageError, nearest_name
+from vlm_stream.errors import ConfigError, DatasetError, NotFoundError, nearest_name
 from vlm_stream.format import DEFAULT_PROMPTS, SAMPLE_FIELDS, FieldMap
 from vlm_stream.storage import join_url, open_store, scheme_of, split_url
 
@@ -110,15 +110,15 @@ def _read_fields(root: str, config: dict[str, Any]) -> FieldMap | None:
     sample_type = str(name).replace("Webdataset", "Sample")
     if sample_type not in SAMPLE_FIELDS:
         raise ConfigError(
-            f"the Energon dataset at {root} has samples of the type '{name}', for which no conversation is known; known "
-            f"are {', '.join(SAMPLE_FIELDS)}, CrudeWebdataset. Its tars can be named themselves: {root}/NAME.tar"
+            f"the Energon dataset at {root} has samples of the type '{name}', for which no conversation is known; "
+            f"known are {', '.join(SAMPLE_FIELDS)}, CrudeWebdataset. Its tars can be named themselves: {root}/NAME.tar"
         )
     field_map = config.get("field_map")
     if config.get("sample_loader") is not None or not isinstance(field_map, dict):
         raise ConfigError(
-            f"the Energon dataset at {root} reads its samples by code ({config.get('sample_loader') or 'no field_map'}),"
-            f" which is not run here, so its samples are unknown; write a field_map into {_META}/dataset.yaml (or into "
-            f"another file and name that: {root}#train;dataset_config=FILE), or name its tars themselves"
+            f"the Energon dataset at {root} reads its samples by code ({config.get('sample_loader') or 'no field_map'})"
+            f", which is not run here, so its samples are unknown; write a field_map into {_META}/dataset.yaml (or "
+            f"another file, and name that: {root}#train;dataset_config=FILE), or name its tars themselves"
         )
     lacking = [field for field in SAMPLE_FIELDS[sample_type] if field not in field_map]
     if lacking:
@@ -303,7 +303,7 @@ def _expand(patterns: Sequence[str]) -> list[str]:
 def _get(store: Store, name: str) -> bytes | None:
     try:
         return store.get(name)
-    except (NotFoundError, StorageError):
+    except NotFoundError:
         return None
 
 

@@ -160,7 +160,7 @@ def _find_tars(url: str, options: StoreOptions | None, missing: DatasetError | N
     if is_energon(store):
         part = read_energon(store, split, settings, as_bytes=as_bytes)
         return InPlace(
-            url=url,
+            url=url.partition(";subflavors=")[0],
             root=store.root,
             names=part.names,
             fields=_BYTES if as_bytes else part.fields,
@@ -234,10 +234,10 @@ def index_in_place(
         options = replace(options, fields=fields, excluded=tars.excluded)
         manifest = write_indexes(store, tars.names, out, options, on_part=on_part or _Lines(num_bytes))
         if on_part is None:
-            dropped = ", ".join(f"{count} {reason}" for reason, count in manifest.dropped.items())
+            dropped = ", ".join(f"{count} {reason}" for reason, count in manifest.dropped.items()) or "none"
             logger.warning(
-                "indexed %s: %d samples, layout '%s', left out: %s",
-                tars.url, manifest.totals.samples, fields.layout, f"{dropped} ({place}/{LEDGER})" if dropped else "none",
+                "indexed %s: %d samples, layout '%s'; left out, and named in the ledger there: %s",
+                tars.url, manifest.totals.samples, fields.layout, dropped,
             )  # fmt: skip
     return place
 
