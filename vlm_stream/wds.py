@@ -111,7 +111,7 @@ class PlannedSource(IterableDataset[dict[str, Any]]):
         self._taken: dict[tuple[int, int], int] = {}
         """(lane, lanes) -> the position after the last consumed one of that lane."""
         self._newest: tuple[int, Planned] | None = None
-        self._used_by_workers = torch.zeros(1, dtype=torch.uint8).share_memory_()
+        self._used_by_workers = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def samples_per_epoch(self) -> int:

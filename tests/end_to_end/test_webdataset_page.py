@@ -42,7 +42,7 @@ def test_the_page_runs(tmp_path, monkeypatch, saved_processor, processor):
         else:
             for line in text.splitlines():
                 assert main(shlex.split(line)[1:]) == 0
-    assert len(list(names["resumed"])) == 0 or names["state"]
-    assert names["image"].size == (50, 40) or names["image"].height == 40
+    assert len(list(names["resumed"])) == 20  # all was consumed, so this is the next epoch
+    assert names["image"].height == 40
     for name in ("train", "val", "mix"):
         assert sum(1 for _ in names[name]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import tarfile
 import warnings
 
@@ -28,7 +29,7 @@ def tars(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tars")
     image = make_jpeg(24, 24)
     for number, size in enumerate((10, 6, 7)):
-        samples = [(f"{number}{k:02d}", {"jpg": image, "cls": b"%d" % k, "npy": bytes(9)}) for k in range(size)]
+        samples = [(f"{number}{k:02d}", {"jpg": image, "cls": b"%d" % k, "bin": bytes(9)}) for k in range(size)]
         write_tar(folder / f"{number}.tar", samples)
     return folder
 
@@ -55,7 +56,7 @@ def test_a_pipeline_decodes_and_iterating_again_is_the_next_epoch(tars):
     assert len({tuple(epoch) for epoch in epochs}) == 3
     _, images, classes = next(iter(pipeline))
     assert images[0].size == (24, 24)
-    assert isinstance(classes[0], int)
+    assert 0 <= classes[0] < 10
 
 
 def run(tars, world, state, counts):
@@ -140,8 +141,6 @@ def test_bad_samples_go_to_the_handler(tars, tmp_path):
     content = bytearray(broken.read_bytes())
     content[offset + 5] ^= 1
     broken.write_bytes(content)
-    import os
-
     os.utime(broken, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # damage does not announce itself
     with pytest.raises(BadSampleError, match=r"broken.tar, sample '103'"):
         list(planned(url))
