@@ -1,6 +1,6 @@
 """Table: family -> samples whose counted length equals the length of the real processor's input_ids.
 
-    python benchmarks/estimates.py [--samples 200] [--families qwen2_5_vl,gemma3] [--max-side 420]
+    python -m benchmarks.estimates [--samples 200] [--families qwen2_5_vl,gemma3] [--max-side 420]
 
 Samples mix text only, one and several media, images of odd sizes, clips of odd lengths and rates, sounds, system turns
 and texts that tokenise awkwardly. Frames are sampled by the package's rule and handed over with their metadata.
@@ -15,8 +15,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from tests.toy_samples import MEDIA_OF_FAMILY, encode_toy_sample, make_toy_sample
 from vlm_stream.testing import FAMILIES, build_processor
-from vlm_stream.testing.toy_data import MEDIA_OF_FAMILY, encode_toy_sample, make_toy_sample
 from vlm_stream.tokens import TextCounter, count_tokens, make_columns
 
 

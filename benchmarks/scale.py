@@ -10,7 +10,6 @@ those that the first batch reads. Every figure is from a fresh process with its 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -19,6 +18,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -76,6 +76,8 @@ def make_index(seed: int) -> tuple[bytes, int]:
     table = pa.table(
         [
             pa.array([f"{seed * SAMPLES + number:09d}" for number in range(SAMPLES)]),
+            pa.nulls(SAMPLES, pa.string()),
+            pa.DictionaryArray.from_arrays(pa.array(np.zeros(SAMPLES, dtype=np.int32)), ["mock"]),
             pa.array(begins[first]),
             pa.array(ranges),
             pa.array(np.asarray([crc_of_zeros(size) for size in ranges.tolist()], dtype=np.uint32)),
@@ -101,14 +103,13 @@ def make_index(seed: int) -> tuple[bytes, int]:
 
 def make_dataset(folder: Path, num_shards: int, num_real: int) -> Path:
     """Write a manifest, and the indexes of its first shards (the others are links to these)."""
-    from vlm_stream.format import Manifest, ShardEntry, ShardList, decode_index, index_name, save_manifest
+    from vlm_stream.format import Manifest, ShardList, describe_shard, index_name, save_manifest
     from vlm_stream.storage import open_store
 
     folder.mkdir(parents=True)
     made = [make_index(number) for number in range(num_real)]
-    totals = [decode_index(data).totals(size) for data, size in made]
-    digests = [hashlib.sha256(data).hexdigest() for data, _ in made]
-    entries = []
+    described = [describe_shard("", data, num_bytes=size, crc32c=0) for data, size in made]
+    shards = []
     for number in range(num_shards):
         kind = number % num_real
         name = f"shard-{number:06d}.tar"
@@ -118,9 +119,9 @@ def make_dataset(folder: Path, num_shards: int, num_real: int) -> Path:
         else:
             path.symlink_to(folder / index_name(f"shard-{kind:06d}.tar"))
         with (folder / name).open("wb") as tar:
-            tar.truncate(totals[kind].bytes)
-        entries.append(ShardEntry(name=name, totals=totals[kind], crc32c=0, index_sha256=digests[kind]))
-    save_manifest(open_store(str(folder)), Manifest(shards=ShardList.of(entries)))
+            tar.truncate(described[kind].totals.bytes)
+        shards.append(replace(described[kind], name=name))
+    save_manifest(open_store(str(folder)), Manifest(shards=ShardList.of(shards)))
     return folder
 
 

@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,7 +121,11 @@ def read_ours(plan: dict) -> int:
                 if plan.get("digest"):
                     digest.update(f"{tag}/{name}".encode())
                     digest.update(view)
-        plan["metrics"] = reader.metrics.to_dict()
+        totals = reader.metrics
+        plan["metrics"] = asdict(totals) | {
+            "requests_per_sample": totals.requests / max(totals.samples, 1),
+            "read_amplification": totals.bytes_read / max(totals.bytes_wanted, 1),
+        }
     plan["digest_of_bytes"] = digest.hexdigest()
     return num_bytes
 

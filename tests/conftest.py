@@ -55,6 +55,16 @@ def toy_shards(tmp_path_factory: pytest.TempPathFactory, toy_meta: Path, saved_p
 
 
 @pytest.fixture(scope="session")
+def mixed_shards(tmp_path_factory: pytest.TempPathFactory, toy_meta: Path, saved_processor: Path) -> Path:
+    """Those conversations shuffled: each of 4 shards has samples of every entry of the meta file."""
+    from vlm_stream.convert import make_shards
+
+    folder = tmp_path_factory.mktemp("mixed-shards")
+    make_shards(toy_meta, folder, processor=str(saved_processor), samples_per_shard=15, shuffle=3)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def image_shards(tmp_path_factory: pytest.TempPathFactory, toy_meta: Path) -> Path:
     """Those without videos, for families that read none; not counted for any processor."""
     from vlm_stream.convert import make_shards

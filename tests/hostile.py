@@ -10,16 +10,13 @@ import zlib
 from functools import cache
 from typing import Any
 
+from tests.odd_images import make_16bit_png, make_cmyk_jpeg, make_palette_gif, make_rotated_jpeg
 from vlm_stream.testing import (
-    make_16bit_png,
-    make_cmyk_jpeg,
     make_grey_jpeg,
     make_jpeg,
     make_mp4,
-    make_palette_gif,
     make_palette_png,
     make_png_with_alpha,
-    make_rotated_jpeg,
     make_toy_image,
     make_wav,
 )

@@ -34,3 +34,15 @@ def test_every_command_has_help_with_examples(command, capsys):
 def test_a_wrong_option_is_a_usage_error(command):
     with pytest.raises(SystemExit, match="2"):
         main([command, "--no-such-option"])
+
+
+def test_flags_are_not_guessed_from_their_beginning_and_the_nearest_is_named(capsys):
+    for wrong, right in (("--pack-siz", "--pack-size"), ("--procesor=x", "--processor")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["plan", "data", wrong, "8"])
+        err = capsys.readouterr().err
+        assert f"unrecognized arguments: {wrong}" in err
+        assert f"did you mean '{right}'?" in err
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", "data", "--zzz"])
+    assert "did you mean" not in capsys.readouterr().err

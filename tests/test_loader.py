@@ -219,6 +219,8 @@ def test_prometheus_serves_them(toy_shards, processor):
     server, thread = loader.serve_metrics(0)
     try:
         text = urlopen(f"http://127.0.0.1:{server.server_port}/metrics").read().decode()
+        with pytest.raises(ConfigError, match=rf"cannot be served at .*:{server.server_port} \(Address already"):
+            loader.serve_metrics(server.server_port)
     finally:
         server.shutdown()
         server.server_close()

@@ -51,6 +51,11 @@ def test_every_recipe_delivers_batches(recipe, toy_shards, image_shards):
         ("sources: x\nprocessor: y\npack_sise: 3\n", "there is no option 'pack_sise'; did you mean 'pack_size'"),
         ("sources: x\nprocessor: y\nnum_worker: 3\n", "there is no option 'num_worker'; did you mean 'num_workers'"),
         ("sources: x\nprocessor: y\npack_size: big\n", "pack_size is 'big', which it cannot be: .*valid integer"),
+        ("sources: x\nprocessor: y\nnum_workers: four\n", "num_workers is 'four', which it cannot be: .*valid integer"),
+        ("sources: x\nprocessor: y\ncache_bytes: 5 bags\n", "cache_bytes: '5 bags' is not a size; write 500M, 2GiB"),
+        ("sources: x\nprocessor: y\nseed: 1\nseed: 2\n", "has 'seed' twice, in lines 3 and 4, and only the last would"),
+        ("sources: {a: {url: x, url: y}}\nprocessor: y\n", "has 'url' twice, in lines 1 and 1"),
+        ("sources: [{url: x, url: y}]\nprocessor: y\n", "has 'url' twice"),
         ("sources: x\nprocessor: y\nmode: paked\n", "mode is 'paked'; did you mean 'packed'"),
         ("sources: x\nprocessor: y\npack_size: 4\nstore: {endpoint: nope}\n", "begin with http"),
         ("sources: x\n", "has no 'processor', so there is nothing to stream"),
@@ -64,6 +69,23 @@ def test_bad_recipes_are_refused_with_a_sentence(tmp_path, text, sentence):
     recipe.write_text(text)
     with pytest.raises(ConfigError, match=sentence):
         StreamLoader.from_config(recipe)
+
+
+def test_sizes_are_written_as_on_the_command_line(tmp_path, toy_shards, processor):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"sources: {toy_shards}\nprocessor: y\npack_size: 8\ncache_dir: {tmp_path}\ncache_bytes: 500G\n"
+        "prefetch_bytes: 1.5GiB\nbytes_per_s: 2M\nworker_memory: 4GiB\n"
+    )
+    loader = StreamLoader.from_config(recipe, processor=processor)
+    found = loader.options
+    assert (found.cache_bytes, found.prefetch_bytes, found.bytes_per_s) == (500 * 10**9, 3 << 29, 2_000_000)
+
+
+def test_a_mapping_may_be_merged_into_several_others(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("sources: {a: &a {url: x, weight: 1}, b: {<<: *a, weight: 2}}\nprocessor: y\n")
+    assert load_config(recipe)["sources"]["b"] == {"url": "x", "weight": 2}
 
 
 def test_a_missing_recipe_is_refused(tmp_path):

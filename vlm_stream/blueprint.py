@@ -44,6 +44,10 @@ class Piece(NamedTuple):
     sizes: MediaSizes
     members: tuple[str, ...]
     """Names of all its members, also of those that the span leaves out."""
+    entry: str = ""
+    """Of the meta file, or the file that it came from."""
+    id: str | None = None
+    """Its own; None: it has none."""
 
 
 class Work(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
@@ -66,10 +67,13 @@ def run_command(name: str, arguments: Sequence[str], *, prog: str) -> int:
         description=command.__doc__,
         epilog=command.EXAMPLES.replace("\n  ", "\n  vlm-stream "),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     command.add_arguments(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks")
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(_say_unknown(unknown, parser))
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     try:
         code: int = command.run(args)
@@ -83,6 +87,14 @@ def run_command(name: str, arguments: Sequence[str], *, prog: str) -> int:
         sys.stderr.close()
         return _EXIT_PROBLEM
     return code
+
+
+def _say_unknown(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Name what is not understood, and the flag that is nearest to the first of it."""
+    name = unknown[0].partition("=")[0]
+    known = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    close = get_close_matches(name, known, n=1)
+    return f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean '{close[0]}'?" if close else "")
 
 
 def _run_bare(arguments: list[str]) -> int:

@@ -8,26 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
-__all__ = [
-    "FAKE_IMAGE_SIZE",
-    "IGNORE",
-    "IMAGE_COUNTS_KEY",
-    "IMAGE_GRID_KEYS",
-    "IMAGE_ROW_KEYS",
-    "INJECTED_FAKE_KEY",
-    "MEDIA_KEYS",
-    "PATCH_KEYS",
-    "PIXEL_KEYS",
-    "PIXEL_SPEC_KEY",
-    "POSITIONS_KEY",
-    "TOKEN_KEYS",
-    "VIDEO_COUNTS_KEY",
-    "VIDEO_FRAME_KEYS",
-    "VIDEO_GRID_KEYS",
-    "VIDEO_ROW_KEYS",
-    "Sample",
-]
-
 Sample: TypeAlias = Mapping[str, Any]
 """An encoded sample: tensors along its tokens, and its media."""
 

@@ -44,11 +44,15 @@ class BadSample:
     """The shard's file name, once the sample lies in one."""
     offset: int = -1
     """Byte offset in the shard."""
+    entry: str = ""
+    """The meta file's entry, once the sample lies in a shard."""
+    id: str = ""
+    """Its own id, where `sample` is its key."""
 
     def __post_init__(self) -> None:
         """Keep the sentence short, and spell what UTF-8 cannot hold: names in tars, halves of surrogate pairs."""
         object.__setattr__(self, "detail", shorten(self.detail))
-        for name in ("source", "sample", "detail", "shard"):
+        for name in ("source", "sample", "detail", "shard", "entry", "id"):
             text = getattr(self, name)
             if not text.isascii():
                 object.__setattr__(self, name, text.encode("utf-8", "backslashreplace").decode("utf-8"))
@@ -66,7 +70,9 @@ class BadSample:
     def __str__(self) -> str:
         """Return the form in which people read it in a log."""
         place = f" in {self.shard}" + (f" at byte {self.offset}" if self.offset >= 0 else "") if self.shard else ""
-        return f"{self.source}: {self.sample}{place}: {self.stage}: {self.reason}: {self.detail}"
+        own = " ".join(filter(None, (self.entry, self.id)))
+        name = f"{self.sample} ({own})" if own else self.sample
+        return f"{self.source}: {name}{place}: {self.stage}: {self.reason}: {self.detail}"
 
 
 class Ledger:

@@ -11,6 +11,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlm_stream.errors import ConfigError, MissingExtraError
+
 if TYPE_CHECKING:
     from vlm_stream.build import Delivery
     from vlm_stream.storage import ReadTotals
@@ -99,8 +101,6 @@ def serve_prometheus(numbers: Any, port: int, address: str = "127.0.0.1") -> Any
         from prometheus_client import CollectorRegistry, start_http_server
         from prometheus_client.core import GaugeMetricFamily
     except ImportError as error:
-        from vlm_stream.errors import MissingExtraError
-
         raise MissingExtraError("prometheus_client", "metrics", "A Prometheus endpoint") from error
 
     class _Collector:
@@ -110,4 +110,10 @@ def serve_prometheus(numbers: Any, port: int, address: str = "127.0.0.1") -> Any
 
     registry = CollectorRegistry()
     registry.register(_Collector())
-    return start_http_server(port, addr=address, registry=registry)
+    try:
+        return start_http_server(port, addr=address, registry=registry)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics cannot be served at {address}:{port} ({error.strerror}); choose another port, or 0 for any that "
+            f"is free. Ranks of one node need one each"
+        ) from error

@@ -138,21 +138,24 @@ class StreamOptions:
     )
     """None: positions by what the processor tells, with the 2 tokens per second of the published Qwen2.5-VL
     checkpoints, and the costs of a 7B model. A config without the model's sizes leaves the costs at that."""
-    with_refs: bool = option(False, 'Add batch["refs"]: source, shard and key of each sample in each row.')
+    with_refs: bool = option(False, 'Add batch["refs"]: source, shard, key, entry and own id of each sample.')
 
     bad_budget: float | None = option(0.01, "Share of bad samples above which the run stops; None: never.")
     prefetch_bytes: int = option(
         1 << 30,
         "Most bytes of batches that are begun and not yet taken, per rank; at least one batch per worker.",
         least=1,
+        in_bytes=True,
     )
     max_inflight: int = option(32, "Requests at a time of each worker.", least=1)
     requests_per_s: float | None = option(None, "Most requests a second of each worker; None: no limit.", least=0.001)
-    bytes_per_s: float | None = option(None, "Most bytes a second of each worker; None: no limit.", least=1)
+    bytes_per_s: float | None = option(
+        None, "Most bytes a second of each worker; None: no limit.", least=1, in_bytes=True
+    )
     cache_dir: str | None = option(
         None, "Folder on a local disk that keeps whole shards of remote stores for all processes of the node."
     )
-    cache_bytes: int | None = option(None, "Most bytes in cache_dir.", least=1)
+    cache_bytes: int | None = option(None, "Most bytes in cache_dir, such as 500G.", least=1, in_bytes=True)
     store: StoreOptions | None = option(None, "Endpoint, region and the like, for stores that need them.")
 
     def __post_init__(self) -> None:
@@ -283,7 +286,6 @@ class StreamOptions:
             bytes_per_s=self.bytes_per_s,
             cache_dir=self.cache_dir,
             cache_bytes=self.cache_bytes,
-            missing_is_bad=True,
         )
         return options if self.pixels else replace(options, cache_dir=None, cache_bytes=None)
 
@@ -306,6 +308,7 @@ class LoaderOptions:
         "A worker larger than this, in bytes, is replaced between batches; None: one that has grown far beyond its "
         "first batches.",
         least=1,
+        in_bytes=True,
     )
     start_method: Literal["fork", "forkserver", "spawn"] | None = option(
         None, "How workers start; None: by forkserver."

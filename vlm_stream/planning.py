@@ -122,7 +122,7 @@ class _Counter:
 
     def __call__(self, source: int, shards: Sequence[int]) -> SampleColumns:
         with self.datasets.lock:
-            media, _, _ = self.datasets.opened[source].media(shards)
+            media = self.datasets.opened[source].media(shards)
         counted = count_tokens(media, self.geometry)
         fake = np.where(_num_media(media) == 0, self.fake_tokens, 0)  # [n]
         is_ours = self.text and self.datasets.opened[source].manifest.tokens.template_sha256 == self.text
@@ -215,6 +215,8 @@ class Plan:
             span,
             drawn.sizes,
             tuple(name for name, *_ in whole.members),
+            drawn.entry,
+            drawn.id,
         )
 
     def _entry(self, note: Dropped) -> BadSample:
@@ -230,6 +232,8 @@ class Plan:
             ),
             shard=drawn.span.path,
             offset=drawn.span.offset,
+            entry=drawn.entry,
+            id=drawn.id or "",
         )
 
 

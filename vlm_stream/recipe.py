@@ -92,7 +92,9 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     name = os.fspath(path)
     try:
-        data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        text = Path(name).read_text(encoding="utf-8")
+        _refuse_repeated_keys(name, yaml.compose(text, yaml.SafeLoader))
+        data = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"the recipe {name} cannot be read ({error.strerror}); check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -106,3 +108,20 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         if key not in data:
             raise ConfigError(f"the recipe {name} has no '{key}', so there is nothing to stream; add {key}: ...")
     return {str(key): value for key, value in data.items()}
+
+
+def _refuse_repeated_keys(recipe: str, node: Any) -> None:
+    """Refuse a name that stands twice in one mapping of the parsed text: YAML takes the last, without a word."""
+    pairs = node.value if node is not None and node.id == "mapping" else ()
+    first: dict[str, int] = {}
+    for key, value in pairs:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in first:
+            raise ConfigError(
+                f"the recipe {recipe} has '{name}' twice, in lines {first[name]} and {line}, and only the last would "
+                f"count; keep one of them"
+            )
+        first[name] = line
+        _refuse_repeated_keys(recipe, value)
+    for item in node.value if node is not None and node.id == "sequence" else ():
+        _refuse_repeated_keys(recipe, item)

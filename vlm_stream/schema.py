@@ -6,19 +6,38 @@ types, ranges by the bounds in the declarations. Every refusal is a sentence wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
 from functools import cache
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, Final, NoReturn, get_args, get_type_hints
 
 from vlm_stream.errors import ConfigError, nearest_name
 
-__all__ = ["check_fields", "check_names", "option"]
+__all__ = ["check_fields", "check_names", "option", "parse_size"]
+
+_UNITS: Final = {
+    "": 1,
+    **{unit: 1000**power for power, unit in enumerate("KMGT", 1)},
+    **{f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)},
+}
 
 
-def option(default: Any, text: str, *, least: float | None = None, flag: bool = False) -> Any:
-    """Declare an option: its default, its help, the least value it may have, whether commands have a flag for it."""
-    return field(default=default, metadata={"help": text, "least": least, "flag": flag})
+def option(default: Any, text: str, *, least: float | None = None, flag: bool = False, in_bytes: bool = False) -> Any:
+    """Declare an option: default, help, the least value, whether commands have a flag for it, whether 2GiB is one."""
+    return field(default=default, metadata={"help": text, "least": least, "flag": flag, "in_bytes": in_bytes})
+
+
+def parse_size(text: str) -> int:
+    """Read a number of bytes as people write it.
+
+    >>> parse_size("500M"), parse_size("2GiB"), parse_size("4096")
+    (500000000, 2147483648, 4096)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]I?|)B?", text.strip().upper())
+    if match is None:
+        raise ConfigError(f"'{text}' is not a size; write 500M, 2GiB or a number of bytes")
+    return int(float(match.group(1)) * _UNITS[match.group(2)])
 
 
 @cache
@@ -45,12 +64,21 @@ def check_fields(options: Any, *kinds: type) -> None:
         if value is each.default:
             continue
         least = each.metadata["least"]
+        if each.metadata["in_bytes"] and isinstance(value, str):
+            value = _size_of(each.name, value)
         if isinstance(value, bool) and least is not None:
             _refuse_range(each.name, value, least)
         value = _convert(type(options), each.name, value, kinds)
         if least is not None and value is not None and not value >= least:
             _refuse_range(each.name, value, least)
         object.__setattr__(options, each.name, value)
+
+
+def _size_of(name: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _convert(cls: type, name: str, value: Any, kinds: tuple[type, ...]) -> Any:

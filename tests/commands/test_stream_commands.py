@@ -1,5 +1,6 @@
 """plan, where, replay and bench, as people call them."""
 
+import doctest
 import json
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from vlm_stream import StreamLoader
 from vlm_stream.cli import main
+from vlm_stream.commands import bench
+from vlm_stream.commands.output import print_table
 
 PLAN_NUMBERS = {
     *("fill", "packs", "packs_lower_bound", "steps", "padding", "dropped", "live_shards", "variance_inflation"),
@@ -43,13 +46,17 @@ def test_where_names_what_the_loader_delivers(capsys, toy_shards, processor):
     loader = StreamLoader(toy_shards, processor=processor, pack_size=1024, with_refs=True)
     batches = list(loader)
     code, out, _ = call(capsys, "where", toy_shards, "--pack-size", 1024, "--step", 3, "--json")
-    named = [(line["shard"], line["key"]) for line in json.loads(out)["samples"]]
+    lines = json.loads(out)["samples"]
+    named = [(line["shard"], line["key"], line["entry"], line["id"]) for line in lines]
     assert code == 0
     assert named == [name[1:] for row in batches[3]["refs"] for name in row]
     key = named[-1][1]
     code, out, _ = call(capsys, "where", toy_shards, "--pack-size", 1024, "--key", key, "--json")
     (line,) = json.loads(out)["samples"]
-    assert (line["step"], line["rank"], line["key"]) == (3, 0, key)
+    assert (line["step"], line["rank"], line["key"], line["found_by"]) == (3, 0, key, "key")
+    own = next(line for line in lines if line["id"])
+    code, out, _ = call(capsys, "where", toy_shards, "--pack-size", 1024, "--key", own["id"], "--json")
+    assert json.loads(out)["samples"] == [own | {"found_by": "id"}]
     code, out, _ = call(capsys, "where", toy_shards, "--pack-size", 1024, "--step", 3)
     assert key in out
 
@@ -172,10 +179,34 @@ def test_bench_runs_a_loader_and_prints_its_numbers(capsys, toy_shards, saved_pr
     arguments = ["--processor", saved_processor, "--pack-size", 1024, "--set", "num_workers=1", "--batches", 3]
     code, out, err = call(capsys, "bench", toy_shards, *arguments)
     assert code == 0
-    assert "samples_per_s" in out
-    assert "bench: batches 1" in err
+    assert "samples/s" in out
+    assert "encode, s/batch" in out
+    assert "_" not in out
+    assert "bench: batches 1, samples/s" in err
     code, out, _ = call(capsys, "bench", toy_shards, *arguments, "--json")
     assert json.loads(out)["batches"] == 3
+
+
+def test_bench_counts_from_the_first_batch(capsys, toy_shards, saved_processor):
+    arguments = ["--processor", saved_processor, "--pack-size", 1024, "--set", "num_workers=1"]
+    _, out, _ = call(capsys, "bench", toy_shards, *arguments, "--seconds", 0, "--json")
+    numbers = json.loads(out)
+    assert numbers["batches"] == 1  # however long the start took
+    _, out, _ = call(capsys, "bench", toy_shards, *arguments, "--json")
+    numbers = json.loads(out)
+    assert numbers["start_seconds"] > 0
+    # Of 60 samples those of the first batch are not in the rate.
+    assert 0 < numbers["samples_per_s"] * numbers["seconds"] < 59.5
+
+
+def test_numbers_are_shown_without_powers_of_ten():
+    assert doctest.testmod(bench).attempted > 0
+    assert doctest.testmod(bench).failed == 0
+
+
+def test_tables_are_never_cut(capsys):
+    print_table("title", {"shard": "s3://" + "b" * 200})
+    assert "s3://" + "b" * 200 in capsys.readouterr().out
 
 
 def test_a_recipe_may_stand_where_datasets_do(capsys, toy_shards, saved_processor, tmp_path):
@@ -198,7 +229,10 @@ def test_a_recipe_may_stand_where_datasets_do(capsys, toy_shards, saved_processo
         (["plan", "DATA", "--pack-size", "1024", "--set", "windw=3"], "there is no option 'windw'; did you mean"),
         (["plan", "DATA", "--pack-size", "1024", "--set", "epochs=null"], "the plan has no end"),
         (["plan", "DATA", "--pack-size", "1024", "--set", "x"], "has no '='"),
-        (["where", "DATA", "--pack-size", "1024", "--key", "nobody"], "no source has a sample with the key 'nobody'"),
+        (
+            ["where", "DATA", "--pack-size", "1024", "--key", "nobody"],
+            "with the key or the id 'nobody'",
+        ),
         (["where", "DATA", "--pack-size", "1024", "--step", "9999"], "Step 9999 is not ahead"),
         (["where", "DATA", "--pack-size", "1024", "--step", "1", "--state", "no.json"], "the state no.json cannot"),
         (["replay", "DATA", "--pack-size", "1024", "--step", "1", "--out", "x.pt"], "without a processor"),

@@ -38,7 +38,7 @@ def test_shards_hold_every_record_with_its_media_bit_for_bit(toy_meta: Path, toy
         record = source.read(number)
         sample = samples[f"{number:09d}"]
         text = json.loads(sample["json"])
-        assert (text["id"], text["source"]) == (record.id, record.source)
+        assert (text["id"], text["source"]) == (record.own_id, record.source)
         for stored, given in zip(iter_media(text["conversation"]), iter_media(record.conversation), strict=True):
             medium = given["type"]
             assert sample[stored.pop(medium)] == Path(given.pop(medium)).read_bytes()

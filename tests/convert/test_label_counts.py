@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.toy_samples import MEDIA_OF_FAMILY
 from vlm_stream.convert import IndexOptions, index_tars, make_shards, recount, verify_dataset
 from vlm_stream.convert.counting import ExactCounter
 from vlm_stream.convert.foreign import measure_media
@@ -20,7 +21,6 @@ from vlm_stream.errors import BadSampleError, DatasetError
 from vlm_stream.format import decode_index, load_manifest, read_index, to_conversation
 from vlm_stream.storage import open_store
 from vlm_stream.testing import FAMILIES, build_processor, make_jpeg, make_mp4, make_wav
-from vlm_stream.testing.toy_data import MEDIA_OF_FAMILY
 
 pytestmark = [  # inside transformers
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),

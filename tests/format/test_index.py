@@ -30,7 +30,8 @@ def test_an_index_in_several_row_groups_says_the_same(dataset: Path) -> None:
     cut = decode_index(path.read_bytes())
     assert pq.ParquetFile(path).num_row_groups > 1
     assert [cut.span(row) for row in range(len(cut))] == [whole.span(row) for row in range(len(whole))]
-    assert (cut.keys, cut.totals(0)) == (whole.keys, whole.totals(0))
+    assert (cut.keys, cut.columns.totals(0), cut.entries()) == (whole.keys, whole.columns.totals(0), whole.entries())
+    assert [cut.own_id(row) for row in range(len(cut))] == [whole.own_id(row) for row in range(len(whole))]
 
 
 def test_index_survives_its_bytes(dataset: Path) -> None:
@@ -80,7 +81,7 @@ def test_large_places_and_many_media_survive_narrow_columns() -> None:
     assert [index.members(row) for row in range(3)] == [row.members for row in rows]
     assert [index.span(row)[2:5] for row in range(3)] == [(row.offset, row.size, row.crc32c) for row in rows]
     assert index.media.label_tokens.tolist() == [-1, 0, 1]
-    totals = index.totals(10)
+    totals = index.columns.totals(10)
     assert (totals.images, totals.image_pixels, totals.text_only) == (300, 300 * 70_000, 1)
     assert (totals.text_tokens, totals.label_tokens, totals.video_frames) == (300_000, 1, 90_000)
     assert totals.audio_seconds == round(2**33 / 48_000, 6)

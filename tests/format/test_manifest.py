@@ -19,17 +19,21 @@ def dataset(toy_shards: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(toy_shards, tmp_path / "copy"))
 
 
+def cut(columns: dict) -> dict:
+    return {name: column[:2] if isinstance(column, list) else column for name, column in columns.items()}
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda data: data | {"version": 99}, "has format version 99, this release reads version 5 alone"),
+        (lambda data: data | {"version": 99}, "has format version 99, this release reads version 6 alone"),
         (
             lambda data: data | {"version": 4, "shards": []},
             r"has format version 4, .*it cannot be read. The tars are as they were; .*: vlm-stream index --overwrite",
         ),
         (lambda data: data | {"format": "other"}, "is not a manifest of this package"),
         (
-            lambda data: data | {"shards": {k: v[:2] if isinstance(v, list) else v for k, v in data["shards"].items()}},
+            lambda data: data | {"shards": cut(data["shards"]) | {"entries": cut(data["shards"]["entries"])}},
             "does not have the digest that it s",
         ),
         (lambda data: data | {"shards": data["shards"] | {"name": ["a"]}}, "lacks or misnames a field .*of one length"),
@@ -39,6 +43,8 @@ def dataset(toy_shards: Path, tmp_path: Path) -> Path:
         (lambda data: data | {"shards": data["shards"] | {"name": "a.tar"}}, "lacks or misnames a field .*of one len"),
         (lambda data: {k: v for k, v in data.items() if k != "tokens"}, "lacks or misnames a field"),
         (lambda data: data | {"surprise": 1}, "lacks or misnames a field"),
+        (lambda data: data | {"shards": data["shards"] | {"entries": {}}}, "do not add up to their samples"),
+        (lambda data: data | {"shards": data["shards"] | {"entries": 3}}, "lacks or misnames a field"),
         (lambda data: [data], "is not a manifest of this package"),
     ],
 )
@@ -74,7 +80,10 @@ def test_any_form_of_the_same_json_is_the_same_manifest(dataset: Path) -> None:
     manifest, text = load_manifest(open_store(str(dataset))), path.read_text()
     data = json.loads(text)
     assert data["shards"]["etag"] is None  # one value for all
-    columns = {name: manifest.shards.column(name) for name in data["shards"]}
+    entries = data["shards"].pop("entries")
+    assert {name: sum(counts) for name, counts in entries.items()} == {"captions": 30, "clips": 7, "dialogues": 23}
+    columns = {name: manifest.shards.column(name) for name in data["shards"]} | {"entries": entries}
+    data["shards"]["entries"] = entries
     for form in (data, data | {"shards": columns}):
         path.write_text(json.dumps(form, indent=4))
         assert load_manifest(open_store(str(dataset))) == manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vlm_stream.errors import DatasetError
+from vlm_stream.errors import ConfigError, DatasetError
 from vlm_stream.format import Drawn, IndexCache, OpenDataset, load_manifest, read_index
 from vlm_stream.storage import open_store
 from vlm_stream.storage.local import LocalStore
@@ -47,20 +48,18 @@ def test_media_of_shards_come_one_after_the_other(toy_shards: Path, max_bytes: i
         dataset.draw_many([4, 1], [0, 0])
     order = [4, 0, 1, 5, 2, 3]
     for _ in range(2):
-        media, offset, size = dataset.media(order)
+        media = dataset.media(order)
         expected = join_columns([indexes[shard].media for shard in order])
         for name in (field.name for field in fields(media)):
             left, right = getattr(media, name), getattr(expected, name)
             assert np.array_equal(left, right), name
             assert left.dtype == right.dtype
-        assert offset.tolist() == np.concatenate([indexes[shard].offset for shard in order]).tolist()
-        assert size.tolist() == np.concatenate([indexes[shard].size for shard in order]).tolist()
     assert len(media.video_sizes) > 0
 
 
 def test_no_shards_have_no_media(toy_shards: Path) -> None:
-    media, offset, size = opened(toy_shards).media([])
-    assert (len(media), media.image_splits.tolist(), len(offset), len(size)) == (0, [0], 0, 0)
+    media = opened(toy_shards).media([])
+    assert (len(media), media.image_splits.tolist()) == (0, [0])
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1000, 128 << 20])
@@ -68,8 +67,8 @@ def test_samples_are_drawn_in_the_order_in_which_they_are_asked_for(toy_shards: 
     dataset, indexes = opened(toy_shards, max_bytes), indexes_of(toy_shards)
     shards, rows = [3, 0, 3, 5, 0, 3], [9, 1, 0, 4, 1, 9]
     expected = [
-        Drawn(indexes[shard].key(row), indexes[shard].span(row), indexes[shard].sizes(row))
-        for shard, row in zip(shards, rows, strict=True)
+        Drawn(index.key(row), index.span(row), index.sizes(row), index.entry_of(row), index.own_id(row))
+        for index, row in zip([indexes[shard] for shard in shards], rows, strict=True)
     ]
     assert dataset.draw_many(shards, rows) == expected
     assert dataset.draw_many(shards, rows) == expected
@@ -95,8 +94,9 @@ def test_the_text_of_a_sample_lies_in_one_member(toy_shards: Path) -> None:
 def test_keys_are_found_in_their_shard_alone(toy_shards: Path) -> None:
     dataset = opened(toy_shards)
     (drawn,) = dataset.draw(2, [7])
-    assert dataset.find_key(2, drawn.key) == 7
-    assert dataset.find_key(1, drawn.key) is None
+    assert dataset.find(drawn.key) == [(2, 7)]
+    assert dataset.find(drawn.id or "") == [(2, 7)]
+    assert dataset.find("nobody") == []
 
 
 def test_an_index_is_fetched_once_while_it_is_kept(toy_shards: Path, fetched: list[str]) -> None:
@@ -104,7 +104,7 @@ def test_an_index_is_fetched_once_while_it_is_kept(toy_shards: Path, fetched: li
     for _ in range(2):
         dataset.media(range(6))
         dataset.draw_many(range(6), [0] * 6)
-        dataset.find_key(0, "nobody")
+        dataset.find("nobody")
     assert sorted(fetched) == ["dataset.json", *(f"shard-{number:06d}.index.parquet" for number in range(6))]
 
 
@@ -145,3 +145,60 @@ def test_missing_and_foreign_indexes_are_named(toy_shards: Path, tmp_path: Path)
             dataset.media(shards)
         with pytest.raises(DatasetError, match=sentence):
             dataset.draw_many(shards, [0, 0])
+
+
+@pytest.mark.parametrize("max_bytes", [0, 128 << 20])
+@pytest.mark.parametrize("shards", ["toy_shards", "mixed_shards"])
+def test_a_view_shows_the_samples_of_one_entry_alone(
+    shards: str, max_bytes: int, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(shards)
+    dataset, indexes = opened(folder, max_bytes), indexes_of(folder)
+    seen = set()
+    for entry in ("captions", "clips", "dialogues"):
+        view = dataset.view(entry)
+        rows = [np.flatnonzero(index.is_of(entry)).tolist() for index in indexes]
+        assert view.samples_per_shard == [len(own) for own in rows if own]
+        whole = [(index, row) for index, own in zip(indexes, rows, strict=True) for row in own]
+        places = [(shard, row) for shard, count in enumerate(view.samples_per_shard) for row in range(count)]
+        for _ in range(2):  # from Parquet bytes, then from decoded columns
+            media = view.media(range(len(view.samples_per_shard)))
+            assert media.text_tokens.tolist() == [index.columns.text_tokens.item(row) for index, row in whole]
+            assert np.diff(media.image_splits).tolist() == [len(index.sizes(row).images) for index, row in whole]
+            assert media.image_sizes.tolist() == [
+                [image.height, image.width] for index, row in whole for image in index.sizes(row).images
+            ]
+            drawn = view.draw_many(*zip(*places, strict=True))
+            assert [(each.key, each.entry) for each in drawn] == [(index.key(row), entry) for index, row in whole]
+        assert all(view.find(each.key) == [place] for each, place in zip(drawn, places, strict=True))
+        seen |= {each.key for each in drawn}
+    assert len(seen) == sum(dataset.samples_per_shard)
+    assert len({dataset.digest, *(dataset.view(name).digest for name in ("captions", "clips"))}) == 3
+    with pytest.raises(ConfigError, match=r"has no entry 'caption'.*captions"):
+        dataset.view("caption")
+
+
+def test_views_keep_an_index_once(mixed_shards: Path, fetched: list[str]) -> None:
+    cache = IndexCache()
+    dataset = OpenDataset(str(mixed_shards), None, cache)
+    views = [dataset.view(entry) for entry in ("captions", "dialogues")]
+    views[0].media(range(len(views[0].samples_per_shard)))
+    num_bytes, num_fetched = cache.num_bytes, len(fetched)
+    views[1].media(range(len(views[1].samples_per_shard)))
+    assert (cache.num_bytes, len(fetched)) == (num_bytes, num_fetched)
+
+
+def test_a_manifest_that_counts_entries_wrongly_is_refused(toy_shards: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(toy_shards, tmp_path / "copy"))
+    path = copy / "dataset.json"
+    data = json.loads(path.read_text())
+    entries = data["shards"]["entries"]
+    entries["captions"][0] += 1
+    entries["dialogues"][0] -= 1
+    path.write_text(json.dumps(data))
+    view = opened(copy).view("captions")
+    for _ in range(2):
+        with pytest.raises(DatasetError, match="samples of 'captions', the manifest says"):
+            view.media([0])
+        with pytest.raises(DatasetError, match="samples of 'captions', the manifest says"):
+            view.draw(0, [0])

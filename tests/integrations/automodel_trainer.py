@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vlm_stream.integrations.automodel_rows import PackedRows
 from vlm_stream.testing import build_tiny_model
-from vlm_stream.testing.conformance import Records, Run, check, record
+from vlm_stream.testing.conformance import Records, Run, check
+from vlm_stream.testing.conformance import run as record
 from vlm_stream.testing.conformance.compare import compare_gradients
 from vlm_stream.testing.conformance.run import PACK_SIZE
 

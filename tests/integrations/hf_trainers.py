@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from vlm_stream import StreamLoader
-from vlm_stream.testing.conformance.record import digests
+from vlm_stream.testing.conformance.run import digests
 
 if TYPE_CHECKING:
     from vlm_stream.testing.conformance import Run

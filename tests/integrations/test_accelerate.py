@@ -15,7 +15,7 @@ from vlm_stream.integrations.accelerate import loss_scale, register
 from vlm_stream.testing import build_tiny_model
 from vlm_stream.testing.conformance import Run, check, launch
 from vlm_stream.testing.conformance.compare import own_loop
-from vlm_stream.testing.conformance.record import digests
+from vlm_stream.testing.conformance.run import digests
 
 
 @pytest.fixture

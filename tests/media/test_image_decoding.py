@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.odd_images import make_16bit_png, make_cmyk_jpeg, make_palette_gif, make_rotated_jpeg
 from vlm_stream.errors import BadSampleError
 from vlm_stream.media import ImageConfig, decode_image, probe_image
 from vlm_stream.testing import (
-    make_16bit_png,
-    make_cmyk_jpeg,
     make_grey_jpeg,
     make_jpeg,
-    make_palette_gif,
     make_palette_png,
     make_png_with_alpha,
-    make_rotated_jpeg,
 )
 
 MAKERS = [

@@ -4,20 +4,17 @@ import numpy as np
 import pytest
 import torch
 
+from tests.odd_images import make_16bit_png, make_cmyk_jpeg, make_palette_gif, make_rotated_jpeg
 from vlm_stream.encode import EncodeConfig, Encoder
 from vlm_stream.pixels import PIXELS_KEY, CompactPath, finish_pixels
 from vlm_stream.pixels.path import COMPACT_FAMILIES
 from vlm_stream.testing import (
     build_processor,
-    make_16bit_png,
-    make_cmyk_jpeg,
     make_grey_jpeg,
     make_jpeg,
     make_mp4,
-    make_palette_gif,
     make_palette_png,
     make_png_with_alpha,
-    make_rotated_jpeg,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # inside transformers

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from vlm_stream.errors import InputError, StateError
@@ -13,9 +11,8 @@ from vlm_stream.plan import (
     PackConfig,
     PlainConfig,
     PlanConfig,
-    Ref,
     StepShape,
-    find_sample,
+    find_samples,
     samples_of_step,
 )
 
@@ -34,28 +31,21 @@ def plan(make, request):
     return make.planner(sources, config)
 
 
-def place(plan, delivery):
-    number = [spec.name for spec in plan.sources].index(delivery.source)
-    return Ref(number, delivery.shard, delivery.sample_row)
-
-
 def test_samples_of_a_step(make, plan):
     steps = list(plan.steps(SHAPE))
     for step in (steps[0], steps[5], steps[-1]):
         found = samples_of_step(plan, SHAPE, step.index)
-        assert [place(plan, d) for d in found] == make.refs([step])
-        assert all(json.loads(json.dumps(d.to_dict()))["step"] == step.index for d in found)
+        assert [d.ref for d in found] == make.refs([step])
+        assert all(d.step == step.index for d in found)
         mine = samples_of_step(plan, SHAPE, step.index, rank=1)
-        assert [place(plan, d) for d in mine] == [
-            ref for micro in range(2) for row in step.refs(1, micro) for ref in row
-        ]
+        assert [d.ref for d in mine] == [ref for micro in range(2) for row in step.refs(1, micro) for ref in row]
 
 
 def test_samples_of_a_step_from_a_state(make, plan):
     steps = list(plan.steps(SHAPE))
     state = steps[4].state_after(0)
     found = samples_of_step(plan, SHAPE, 6, state=state)
-    assert [place(plan, d) for d in found] == make.refs([steps[6]])
+    assert [d.ref for d in found] == make.refs([steps[6]])
     rest = samples_of_step(plan, SHAPE, 4, state=state)
     assert {d.micro for d in rest} == {1}
 
@@ -63,10 +53,12 @@ def test_samples_of_a_step_from_a_state(make, plan):
 def test_the_step_of_a_sample(plan):
     steps = list(plan.steps(SHAPE))
     for step in (steps[0], steps[7], steps[-1]):
-        for delivery in samples_of_step(plan, SHAPE, step.index)[::7]:
-            assert find_sample(plan, SHAPE, place(plan, delivery)) == delivery
-    early = place(plan, samples_of_step(plan, SHAPE, 0)[0])
-    assert find_sample(plan, SHAPE, early, state=steps[3].state_after()) is None
+        found = samples_of_step(plan, SHAPE, step.index)[::7]
+        assert find_samples(plan, SHAPE, [delivery.ref for delivery in found]) == found
+        assert find_samples(plan, SHAPE, [found[-1].ref]) == found[-1:]
+    early, late = (samples_of_step(plan, SHAPE, number)[0] for number in (0, 7))
+    assert find_samples(plan, SHAPE, [early.ref, late.ref], state=steps[3].state_after()) == (late,)
+    assert find_samples(plan, SHAPE, []) == ()
 
 
 def test_refusals(plan):

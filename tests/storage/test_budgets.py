@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_stream.storage.engine import TokenBucket
+from vlm_stream.storage.reader import TokenBucket
 
 
 def test_a_bucket_gives_one_second_of_burst_and_then_its_rate():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vlm_stream.errors import AccessError, ChangedObjectError, NotFoundError, StorageError
-from vlm_stream.storage.faults import Fault, error_of, fault_of, fault_of_status
+from vlm_stream.storage.remote import Fault, error_of, fault_of, fault_of_status
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import pickle
 import signal
@@ -11,7 +10,7 @@ import time
 import pytest
 
 from tests.storage.fault_proxy import Fault
-from vlm_stream.errors import AccessError, ConfigError, NotFoundError, StorageError
+from vlm_stream.errors import AccessError, NotFoundError, StorageError
 from vlm_stream.storage import RetryOptions, open_store
 
 
@@ -43,7 +42,7 @@ def test_put_get_ranges_head_list_delete(store):
 def test_large_writes_go_in_parts_and_come_back_whole(store, tmp_path):
     data = bytes(range(256)) * (20 * 1024 * 4 + 1)
     (tmp_path / "file").write_bytes(data)
-    for number, source in enumerate((data, memoryview(data), io.BytesIO(data), tmp_path / "file")):
+    for number, source in enumerate((data, tmp_path / "file")):
         store.put(f"large-{number}", source)
         assert store.get(f"large-{number}") == data
 
@@ -69,11 +68,6 @@ def test_anonymous_requests_are_not_signed(s3_server):
     options = dataclasses.replace(s3_server.options, anonymous=True)
     with pytest.raises(AccessError, match="anonymous=True"):
         open_store(s3_server.url("x"), options).get("ready")
-
-
-def test_put_refuses_what_holds_no_bytes(store):
-    with pytest.raises(ConfigError, match="put\\(\\) was given str, which holds no bytes"):
-        store.put("x", "text")
 
 
 def test_writes_are_tried_again(s3_server, proxy):

@@ -9,12 +9,9 @@ from vlm_stream.storage import ReadOptions, RetryOptions, StoreOptions
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ReadOptions(max_inflight=0), "ReadOptions.max_inflight is 0, but must be at least 1"),
-        (lambda: ReadOptions(requests_per_s=0.0), "requests_per_s is 0.0"),
-        (lambda: ReadOptions(whole_shard_fraction=0), r"must lie in \(0, 1\]"),
         (lambda: ReadOptions(cache_dir="x"), "cache_dir and cache_bytes belong together"),
         (lambda: ReadOptions(cache_bytes=5), "cache_dir and cache_bytes belong together"),
-        (lambda: RetryOptions(max_retries=-1), "max_retries is -1"),
+        (lambda: RetryOptions(max_retries=-1), "RetryOptions.max_retries is -1, but must be at least 0"),
         (lambda: RetryOptions(backoff_s=5, max_backoff_s=1), "max_backoff_s is 1, but must be at least 5"),
         (lambda: RetryOptions(deadline_s=0), "deadline_s is 0"),
         (lambda: StoreOptions(read_timeout_s=0), "read_timeout_s is 0"),

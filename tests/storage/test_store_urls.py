@@ -31,7 +31,6 @@ def test_what_is_split_can_be_joined(base, names):
         ("a.json", (".", "a.json")),
         ("file:///data/a.json", ("file:///data", "a.json")),
         ("s3://bucket/a.json", ("s3://bucket", "a.json")),
-        ("memory://test/a.json", ("memory://test", "a.json")),
     ],
 )
 def test_split(url, parts):
@@ -56,7 +55,7 @@ def test_local_paths(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x"])
 def test_paths_stay_under_the_root(path, tmp_path):
-    for url in (str(tmp_path), "memory://x", "s3://bucket/x"):
+    for url in (str(tmp_path), "s3://bucket/x"):
         with pytest.raises(ConfigError, match="is not a path under"):
             open_store(url).head(path)
 
@@ -120,6 +119,18 @@ def test_settings_of_each_cloud():
     assert settings_of("https://host/a")[:2] == ("HTTPStore", {"url": "https://host/a"})
     assert "allow_http" not in settings_of("https://host/a")[2]
     assert settings_of("http://host/a")[2]["allow_http"]
+
+
+@pytest.mark.usefixtures("bare_environment")
+def test_an_endpoint_of_the_environment_without_tls_must_be_allowed(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:secret@minio:9000")
+    with pytest.raises(ConfigError, match=r"AWS_ENDPOINT_URL begins with http://.*AWS_ALLOW_HTTP=true") as caught:
+        settings_of("s3://bucket/a")
+    assert "secret" not in str(caught.value)
+    assert settings_of("s3://bucket/a", allow_http=True)[2]["allow_http"]
+    assert "allow_http" not in settings_of("s3://bucket/a", endpoint="https://other")[2]
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    assert settings_of("s3://bucket/a")[2]["allow_http"]
 
 
 @pytest.mark.usefixtures("bare_environment")

@@ -16,9 +16,9 @@ QUICK = RetryOptions(max_retries=1, backoff_s=0.01)
 
 
 @pytest.fixture
-def files(request):
-    """Shards in memory, as a web server's files."""
-    shards = write_shards(f"memory://{request.node.name}")
+def files(tmp_path):
+    """Shards, as a web server's files."""
+    shards = write_shards(str(tmp_path / "shards"))
     store = open_store(shards.root)
     return shards, {f"data/{info.path}": store.get(info.path) for info in store.list()}
 

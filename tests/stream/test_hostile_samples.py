@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import tarfile
@@ -28,9 +27,8 @@ from vlm_stream.errors import BadSampleError
 from vlm_stream.format import (
     FieldMap,
     Manifest,
-    ShardEntry,
     ShardList,
-    decode_index,
+    describe_shard,
     index_name,
     save_manifest,
     to_conversation,
@@ -83,9 +81,7 @@ def write_trusting_shards(folder: Path, samples: list[tuple[str, Members]], per_
             crc32c = writer.finish()
         index = encode_index(writer.rows)
         store.put(index_name(name), index)
-        totals = decode_index(index).totals(writer.num_bytes)
-        digest = hashlib.sha256(index).hexdigest()
-        entries.append(ShardEntry(name=name, totals=totals, crc32c=crc32c, index_sha256=digest, etag=None))
+        entries.append(describe_shard(name, index, num_bytes=writer.num_bytes, crc32c=crc32c))
     save_manifest(store, Manifest(shards=ShardList.of(entries)))
 
 

@@ -82,7 +82,8 @@ def test_a_bad_sample_is_a_hole_and_shifts_nothing(toy_shards, damaged_shards, p
     (bad,) = loader.ledger.newest
     assert (bad.stage, bad.reason, bad.shard) == ("read", "crc_mismatch", "shard-000002.tar")
     assert bad.offset == 0
-    name = (bad.source, bad.shard, bad.sample)
+    name = (bad.source, bad.shard, bad.sample, bad.entry, bad.id)
+    assert (bad.entry, bad.id) == ("captions", "caption-20")
     expected = [[[n for n in row if n != name] for row in batch["refs"]] for batch in whole]
     assert [batch["refs"] for batch in damaged] == expected
 

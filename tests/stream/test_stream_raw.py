@@ -41,7 +41,7 @@ def test_packs_hold_the_samples_that_an_encoded_run_packs(toy_shards, processor)
     options = {"mode": "packed", "pack_size": 1024, "batch_size": 2, "window": 32}
     raw = StreamLoader(toy_shards, processor=None, **options)
     encoded = StreamLoader(toy_shards, processor=processor, with_refs=True, **options)
-    names = [[[(s.source, s.shard, s.key) for s in row] for row in batch["samples"]] for batch in raw]
+    names = [[[(s.source, s.shard, s.key, s.entry, s.id) for s in row] for row in batch["samples"]] for batch in raw]
     assert names == [[[tuple(name) for name in row] for row in batch["refs"]] for batch in encoded]
     assert raw.metrics()["tokens"] == encoded.metrics()["tokens"]
 

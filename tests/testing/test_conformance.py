@@ -16,7 +16,7 @@ from vlm_stream.testing.conformance.compare import (
     compare_ranks,
     own_loop,
 )
-from vlm_stream.testing.conformance.record import digest, digests
+from vlm_stream.testing.conformance.run import digest, digests
 
 ONCE = {"resume": "not asked here", "world": "not asked here"}
 """One launch is enough."""

@@ -10,17 +10,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.odd_images import make_16bit_png, make_cmyk_jpeg, make_palette_gif, make_rotated_jpeg
 from vlm_stream.errors import ConfigError
 from vlm_stream.testing import (
-    make_16bit_png,
-    make_cmyk_jpeg,
     make_grey_jpeg,
     make_jpeg,
     make_mp4,
-    make_palette_gif,
     make_palette_png,
     make_png_with_alpha,
-    make_rotated_jpeg,
     make_wav,
 )
 from vlm_stream.testing.toy_media import read_frame_number

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers import AutoProcessor
 
+from tests.toy_samples import MEDIA_OF_FAMILY, ToySample, encode_toy_sample, make_toy_sample
 from vlm_stream.errors import BadSampleError
 from vlm_stream.testing import FAMILIES, build_processor, make_toy_image
-from vlm_stream.testing.toy_data import MEDIA_OF_FAMILY, ToySample, encode_toy_sample, make_toy_sample
 from vlm_stream.tokens import (
     FAKE_IMAGE_SIZE,
     FrameRule,

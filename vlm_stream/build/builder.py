@@ -180,11 +180,12 @@ class Builder:
         finally:
             self._watch.end()
 
-    def _name(self, piece: Piece) -> tuple[str, str, str]:
-        return self._sources[piece.ref[0]][0], piece.span.path, piece.key
+    def _name(self, piece: Piece) -> tuple[str, str, str, str, str | None]:
+        """Return source, shard, key, the meta file's entry, and the sample's own id."""
+        return self._sources[piece.ref[0]][0], piece.span.path, piece.key, piece.entry, piece.id
 
     def _entry(self, piece: Piece, error: BadSampleError) -> BadSample:
-        source, shard, key = self._name(piece)
+        source, shard, key, entry, own_id = self._name(piece)
         return BadSample(
             source=source,
             sample=key,
@@ -193,6 +194,8 @@ class Builder:
             detail=str(error),
             shard=shard,
             offset=piece.offset,
+            entry=entry,
+            id=own_id or "",
         )
 
 

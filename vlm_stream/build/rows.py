@@ -149,6 +149,10 @@ class RawSample:
     members: Mapping[str, bytes | memoryview]
     """Names (`json`, `0.jpg`) with their bytes; views of what was fetched, until the sample leaves its process."""
     fields: FieldMap
+    entry: str = ""
+    """Of the meta file, or the file that it came from."""
+    id: str | None = None
+    """Its own; None: it has none."""
 
     def conversation(self, *, names: bool = False) -> list[dict[str, Any]]:
         """Return its messages; media items hold the media's bytes, or with `names` the names of their members."""
@@ -161,7 +165,7 @@ class RawSample:
 
     def __reduce__(self) -> tuple[Any, ...]:
         members = {name: bytes(content) for name, content in self.members.items()}
-        return RawSample, (self.source, self.shard, self.key, members, self.fields)
+        return RawSample, (self.source, self.shard, self.key, members, self.fields, self.entry, self.id)
 
 
 class RawRows:
@@ -184,7 +188,7 @@ class RawRows:
 
     def encode(self, members: Mapping[str, memoryview], fields: FieldMap, piece: Piece, source: str) -> RawSample:
         """Return the sample as it is."""
-        return RawSample(source, piece.span.path, piece.key, members, fields)
+        return RawSample(source, piece.span.path, piece.key, members, fields, piece.entry, piece.id)
 
     def collate(
         self, rows: Sequence[Sequence[RawSample]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -18,29 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 from vlm_stream.errors import ConfigError
 from vlm_stream.options import RUN_ARGUMENTS, LoaderOptions, StreamOptions, flag_fields
 from vlm_stream.recipe import load_config
+from vlm_stream.schema import parse_size
 
 if TYPE_CHECKING:
     from vlm_stream.storage import StoreOptions
 
-__all__ = [
-    "add_output_arguments",
-    "add_state_argument",
-    "add_store_arguments",
-    "add_stream_arguments",
-    "add_workers_argument",
-    "loader_arguments",
-    "parse_bytes",
-    "parse_mapping",
-    "read_saved_state",
-    "split_options",
-    "store_options",
-]
-
-_UNITS: Final = {
-    "": 1,
-    **{unit: 1000**power for power, unit in enumerate("KMGT", 1)},
-    **{f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)},
-}
 _WAY_OUT: Final = "save torch.save({'data': loader.state_dict()}, path), or its JSON, and name that"
 
 
@@ -80,15 +61,11 @@ def add_workers_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size as people write it.
-
-    >>> parse_bytes("500M"), parse_bytes("2GiB"), parse_bytes("4096")
-    (500000000, 2147483648, 4096)
-    """
-    match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?I?)B?", text.strip().upper())
-    if match is None or match.group(2) not in _UNITS:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size; write 500M, 2GiB or a number of bytes")
-    return int(float(match.group(1)) * _UNITS[match.group(2)])
+    """Read a number of bytes for argparse, which shows no other error's sentence."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse_mapping(text: str | None) -> dict[str, str]:

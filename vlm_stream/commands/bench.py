@@ -1,4 +1,7 @@
-"""bench: run the loader of a recipe without a model, and show where the time goes."""
+"""bench: run the loader of a recipe without a model, and show where the time goes.
+
+Rates, seconds and --seconds count from the first batch on; what came before it is the start.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
@@ -22,13 +26,14 @@ examples:
 """
 _SHOW_S: Final = 0.5
 _LINE_S: Final = 10.0
+_LINE: Final = ("batches", "samples_per_s", "tokens_per_s", "megabytes_per_s", "padding", "bad_samples")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     arguments.add_stream_arguments(parser)
     parser.add_argument("--batches", type=int, metavar="N", help="stop after N batches (default: an epoch)")
-    parser.add_argument("--seconds", type=float, metavar="S", help="stop after S seconds")
+    parser.add_argument("--seconds", type=float, metavar="S", help="stop S seconds after the first batch")
     arguments.add_output_arguments(parser)
 
 
@@ -42,21 +47,60 @@ def run(args: argparse.Namespace) -> int:
     if args.world is not None:
         given |= {"rank": given.get("rank", 0), "world_size": args.world}
     loader = StreamLoader(**given)
-    show = _Live(enabled=not (args.json or args.quiet))
-    begin = time.monotonic()
-    with show:
+    clock = _Clock()
+    with _Live(enabled=not (args.json or args.quiet)) as show:
         for _ in itertools.islice(loader, args.batches):
-            show.update(loader.metrics)
-            if args.seconds is not None and time.monotonic() - begin > args.seconds:
+            clock.see(loader.metrics)
+            show.update(lambda: clock.numbers(loader.metrics()))
+            if args.seconds is not None and clock.seconds > args.seconds:
                 break
-        numbers = loader.metrics() | {"seconds": time.monotonic() - begin}
+        numbers = clock.numbers(loader.metrics())
     if args.json:
         output.print_json(numbers | {"bad_by_reason": loader.ledger.by_reason()})
     else:
-        output.print_table("bench", {name: _shown(value) for name, value in numbers.items()})
+        output.print_table("bench", {_title(name): _shown(value) for name, value in numbers.items()})
         for line in loader.ledger.newest:
             output.open_console(stderr=True).print(f"bad: {line}")
     return 0
+
+
+class _Clock:
+    """Takes the start out of a loader's numbers: workers, imports and the first batch take seconds, once."""
+
+    def __init__(self) -> None:
+        self._begun_s = time.monotonic()
+        self._first_s = self._begun_s
+        self._first: Mapping[str, float] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Return the time since the first batch."""
+        return time.monotonic() - self._first_s
+
+    def see(self, metrics: Any) -> None:
+        """Note a batch; the first one ends the start."""
+        if self._first is None:
+            self._first, self._first_s = metrics(), time.monotonic()
+
+    def numbers(self, now: Mapping[str, float]) -> dict[str, float]:
+        """Return the numbers with rates since the first batch; where there is no other, those of the start."""
+        seconds, first = self.seconds, self._first
+        numbers = {**now, "seconds": seconds, "start_seconds": self._first_s - self._begun_s}
+        if first is None or now["batches"] == first["batches"]:
+            return numbers
+        for name in ("samples", "tokens"):
+            numbers[f"{name}_per_s"] = (now[name] - first[name]) / seconds
+        numbers["megabytes_per_s"] = (_megabytes(now) - _megabytes(first)) / seconds
+        batches = now["batches"] - first["batches"]
+        for name in [name for name in now if name.endswith("_s_per_batch")]:
+            spent = now[name] * now["batches"] - first.get(name, 0.0) * first["batches"]
+            numbers[name] = spent / batches
+        return numbers
+
+
+def _megabytes(numbers: Mapping[str, float]) -> float:
+    """Return how much was wanted so far: what was read, without what was read over."""
+    return numbers["bytes_read"] / max(numbers["read_amplification"], 1e-9) / 1e6
 
 
 class _Live:
@@ -84,18 +128,29 @@ class _Live:
         if not self._enabled or now < self._next:
             return
         self._next = now + (_SHOW_S if self._live is not None else _LINE_S)
-        numbers = metrics()
+        numbers = {_title(name): _shown(value) for name, value in metrics().items()}
         if self._live is None:
-            names = ("batches", "samples_per_s", "tokens_per_s", "megabytes_per_s", "padding", "bad_samples")
-            sys.stderr.write("bench: " + ", ".join(f"{name} {_shown(numbers[name])}" for name in names) + "\n")
-            return
-        from rich.table import Table
+            sys.stderr.write("bench: " + ", ".join(f"{_title(name)} {numbers[_title(name)]}" for name in _LINE) + "\n")
+        else:
+            self._live.update(output.table_of("", numbers))
 
-        table = Table(show_header=False)
-        for name, value in numbers.items():
-            table.add_row(name, _shown(value))
-        self._live.update(table)
+
+def _title(name: str) -> str:
+    """Return a number's name as people read it.
+
+    >>> _title("encode_s_per_batch"), _title("megabytes_per_s"), _title("bad_samples")
+    ('encode, s/batch', 'MB/s', 'bad samples')
+    """
+    name = name.replace("_s_per_batch", ", s/batch").replace("_per_", "/")
+    return name.replace("megabytes/s", "MB/s").replace("resident_megabytes", "memory, MB").replace("_", " ")
 
 
 def _shown(value: float) -> str:
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
+    """Return a number with four digits or all before the point, never as a power of ten.
+
+    >>> _shown(32450.5), _shown(3.69234), _shown(0.000109), _shown(17)
+    ('32,450', '3.692', '0.0001', '17')
+    """
+    if float(value).is_integer() or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if abs(value) < 1 else f"{value:.4g}"

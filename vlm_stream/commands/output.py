@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
     from rich.console import Console
-
-__all__ = ["Progress", "human_bytes", "open_console", "print_json", "print_table"]
+    from rich.table import Table
 
 _LINE_SECONDS: Final = 10.0
+_ANY_WIDTH: Final = 10_000
 
 
 def human_bytes(num_bytes: float) -> str:
@@ -38,8 +37,8 @@ def open_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, soft_wrap=True, highlight=False)
 
 
-def print_table(title: str, rows: Mapping[str, str]) -> None:
-    """Print a table of names and values."""
+def table_of(title: str, rows: Mapping[str, str]) -> Table:
+    """Return a table of names and values."""
     from rich.table import Table
 
     table = Table(title=title, show_header=False, title_justify="left")
@@ -47,7 +46,22 @@ def print_table(title: str, rows: Mapping[str, str]) -> None:
     table.add_column(justify="right")
     for name, value in rows.items():
         table.add_row(name, value)
-    open_console().print(table)
+    return table
+
+
+def print_table(title: str, rows: Mapping[str, str]) -> None:
+    """Print a table of names and values."""
+    print_whole(table_of(title, rows))
+
+
+def print_whole(table: Table) -> None:
+    """Print a table, wider than the terminal rather than cut: names are there to be copied."""
+    from rich.measure import Measurement
+
+    console = open_console()
+    widest = Measurement.get(console, console.options.update(width=_ANY_WIDTH), table).maximum
+    console.width = max(console.width, widest)
+    console.print(table)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
@@ -88,9 +102,7 @@ class Progress:
             self._task = self._bar.add_task(self.title, total=None, rates="")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         """Take the bar down, or write the last line."""
         if self._bar is not None:
             self._bar.stop()

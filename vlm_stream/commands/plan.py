@@ -90,7 +90,7 @@ def _print(reports: dict[str, PlanReport]) -> None:
     rows = {title: _rows(report) for title, report in reports.items()}
     for name in next(iter(rows.values())):
         table.add_row(name, *(row[name] for row in rows.values()))
-    output.open_console().print(table)
+    output.print_whole(table)
 
 
 def _rows(report: PlanReport) -> dict[str, str]:

@@ -11,16 +11,17 @@ from vlm_stream.recipe import normalise_sources
 if TYPE_CHECKING:
     import argparse
 
+    from vlm_stream.format import Drawn
     from vlm_stream.plan import PlannedSample, Ref
     from vlm_stream.planning import Plan
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
-_ANY_WIDTH: Final = 10_000
 EXAMPLES: Final = """\
 examples:
   where shards/ --config recipe.yaml --world 64 --step 41200 --rank 13
   where shards/ --pack-size 8192 --key 000000512
+  where shards/ --pack-size 8192 --key s1894
   where --config recipe.yaml --world 8 --state checkpoint.pt --step 1200 --json
 """
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_stream_arguments(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--step", type=int, metavar="N", help="name the samples of this step")
-    what.add_argument("--key", metavar="K", help="find the next delivery of the sample with this key")
+    what.add_argument("--key", metavar="K", help="find the next delivery of the samples with this key or id")
     parser.add_argument("--rank", type=int, metavar="R", help="of this rank alone")
     arguments.add_state_argument(parser)
     arguments.add_output_arguments(parser)
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer; exit code 1 when a key is not delivered any more."""
-    from vlm_stream.plan import find_sample, samples_of_step
+    from vlm_stream.plan import find_samples, samples_of_step
     from vlm_stream.planning import open_plan
     from vlm_stream.processors import open_processor
 
@@ -51,50 +52,58 @@ def run(args: argparse.Namespace) -> int:
             f"there is no rank {args.rank} among {shape.world_size}, so no sample goes to it; ranks count from 0, and "
             f"--world says how many there are"
         )
-    if args.step is not None:
+    refs = [] if args.key is None else _find(args.key, plan)
+    if args.key is None:
         found = samples_of_step(plan.planner, shape, args.step, rank=args.rank, state=state)
     else:
-        ref = _find_key(args.key, plan)
-        delivery = find_sample(plan.planner, shape, ref, state=state)
-        found = () if delivery is None else (delivery,)
-    lines = [_line(delivery, plan) for delivery in found]
+        found = find_samples(plan.planner, shape, refs, state=state)
+    drawn = plan.datasets.draw([sample.ref for sample in found])
+    lines = [_line(*pair, plan) for pair in zip(found, drawn, strict=True)]
+    if args.key is not None:
+        lines = [line | {"found_by": "key" if line["key"] == args.key else "id"} for line in lines]
+    num_lost = max(len(refs) - len(found), 0)
     if args.json:
-        output.print_json({"samples": lines})
+        output.print_json({"samples": lines, "not_delivered": num_lost})
     else:
-        _print(lines)
+        _print(lines, num_lost)
     return 0 if lines else 1
 
 
-def _find_key(key: str, plan: Plan) -> Ref:
+def _find(name: str, plan: Plan) -> list[Ref]:
+    """Return the samples with that key, or with that id of their own."""
     from vlm_stream.plan import Ref
 
-    for number, dataset in enumerate(plan.datasets.opened):
-        for shard in range(len(dataset.manifest.shards)):
-            row = dataset.find_key(shard, key)
-            if row is not None:
-                return Ref(number, shard, row)
-    raise InputError(f"no source has a sample with the key '{key}'; keys are in the ledger, in refs and in the tars")
+    found = [Ref(number, *place) for number, dataset in enumerate(plan.datasets.opened) for place in dataset.find(name)]
+    if not found:
+        raise InputError(
+            f"no source has a sample with the key or the id '{name}'; both are in the ledger and in refs, keys also in "
+            f"the tars, ids in the data that they were made of"
+        )
+    return found
 
 
-def _line(delivery: PlannedSample, plan: Plan) -> dict[str, Any]:
-    from vlm_stream.plan import Ref
+def _line(sample: PlannedSample, drawn: Drawn, plan: Plan) -> dict[str, Any]:
+    line = sample._asdict()
+    source = plan.datasets.sources[line.pop("ref").source].name
+    return line | {
+        "source": source,
+        "entry": drawn.entry,
+        "shard": drawn.span.path,
+        "offset": drawn.span.offset,
+        "key": drawn.key,
+        "id": drawn.id,
+    }
 
-    source = next(n for n, spec in enumerate(plan.planner.sources) if spec.name == delivery.source)
-    (drawn,) = plan.datasets.draw([Ref(source, delivery.shard, delivery.sample_row)])
-    return delivery.to_dict() | {"shard": drawn.span.path, "key": drawn.key}
 
-
-def _print(lines: list[dict[str, Any]]) -> None:
-    from rich.measure import Measurement
+def _print(lines: list[dict[str, Any]], num_lost: int) -> None:
     from rich.table import Table
 
-    names = ("step", "rank", "micro", "row", "place", "source", "shard", "key", "tokens")
-    table = Table(*names)
-    for line in lines:
-        table.add_row(*(str(line[name]) for name in names))
-    console = output.open_console()
-    # Names are there to be copied: wider than the terminal rather than cut.
-    console.width = max(
-        console.width, Measurement.get(console, console.options.update(width=_ANY_WIDTH), table).maximum
-    )
-    console.print(table if lines else "not delivered any more")
+    if lines:
+        names = [name for name in lines[0] if name != "offset"]
+        table = Table(*(name.replace("_", " ") for name in names))
+        for line in lines:
+            table.add_row(*("" if line[name] is None else str(line[name]) for name in names))
+        output.print_whole(table)
+    if num_lost or not lines:
+        text = f"{num_lost} of that name: not delivered any more" if lines else "not delivered any more"
+        output.open_console().print(text)

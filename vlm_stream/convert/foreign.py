@@ -8,8 +8,8 @@ left out of the index and named in the ledger.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
+import posixpath
 import tarfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -31,13 +31,13 @@ from vlm_stream.format import (
     MANIFEST,
     FieldMap,
     Manifest,
-    ShardEntry,
     ShardList,
-    decode_index,
+    describe_shard,
     guess_fields,
     index_name,
     is_text_member,
     load_manifest,
+    own_names,
     save_manifest,
     to_conversation,
 )
@@ -253,7 +253,8 @@ def _index_tar(context: _Context, task: _Task) -> ShardPart:
     tars = open_store(context.tars, context.store)
     out = open_store(context.out, context.store)
     info = tars.head(task.name)
-    scan = _Scan(task.name, context.fields, open_counter(context.processor), context.excluded)
+    folder = posixpath.basename(context.tars.rstrip("/")) or "data"
+    scan = _Scan(task.name, folder, context.fields, open_counter(context.processor), context.excluded)
     with ObjectReader(tars, task.name, info.size) as reader:
         try:
             for archive in _iter_archives(reader, task.name):
@@ -264,13 +265,8 @@ def _index_tar(context: _Context, task: _Task) -> ShardPart:
         crc32c = reader.finish()
     data = encode_index(scan.rows)
     out.put(index_name(task.name), data)
-    entry = ShardEntry(
-        name=task.name,
-        totals=decode_index(data).totals(info.size),
-        crc32c=crc32c,
-        index_sha256=hashlib.sha256(data).hexdigest(),
-        etag=None if is_local(tars) else info.etag,
-    )
+    etag = None if is_local(tars) else info.etag
+    entry = describe_shard(task.name, data, num_bytes=info.size, crc32c=crc32c, etag=etag)
     return ShardPart(number=task.number, entry=entry, bad=tuple(scan.bad))
 
 
@@ -279,6 +275,8 @@ class _Scan:
     """What one pass over one tar has found so far."""
 
     name: str
+    folder: str
+    """Stands for the meta file's entry: one for all tars."""
     fields: FieldMap
     counter: SampleCounter
     excluded: frozenset[str] = frozenset()
@@ -295,7 +293,7 @@ class _Scan:
             self.keys.add(key)
             if f"{self.name}/{key}" in self.excluded:
                 raise BadSampleError("convert", "excluded", "the dataset's own list of splits excludes it.")
-            self.rows.append(_to_row(key, group, self.fields, self.counter))
+            self.rows.append(_to_row(key, group, self.folder, self.fields, self.counter))
         except Exception as error:  # tars made elsewhere hold anything
             self.note(key, begin, blame_sample(error, "convert", "bad_form", "the sample cannot be indexed"))
 
@@ -314,17 +312,19 @@ class _Scan:
         )
 
 
-def _to_row(key: str, group: list[tuple[str, TarMember]], fields: FieldMap, counter: SampleCounter) -> SampleRow:
+def _to_row(
+    key: str, group: list[tuple[str, TarMember]], folder: str, fields: FieldMap, counter: SampleCounter
+) -> SampleRow:
     names = [extension for extension, _ in group]
     if not _is_utf8(key, *names):
         raise BadSampleError("convert", "bad_name", "names of its members are not UTF-8, so no index can hold them.")
     if len({name.lower() for name in names}) < len(names):
         raise BadSampleError("convert", "duplicate_member", f"the sample has two members of one name: {names}.")
+    contents = {extension: member.content for extension, member in group}
+    texts = {name: content for name, content in contents.items() if is_text_member(name)}
     if fields.layout == "bytes":
         sizes, counts = MediaSizes(), SampleCounts(1)
     else:
-        contents = {extension: member.content for extension, member in group}
-        texts = {name: content for name, content in contents.items() if is_text_member(name)}
         conversation = to_conversation(fields, names, texts)
         sizes = measure_media(conversation, contents)
         counts = counter.count(conversation, sizes)
@@ -336,8 +336,11 @@ def _to_row(key: str, group: list[tuple[str, TarMember]], fields: FieldMap, coun
     begin, end = group[0][1].begin, group[-1][1].end
     if sum(len(m.header) + len(m.content) + len(m.pad) for _, m in group) != end - begin:
         raise BadSampleError("convert", "split_sample", "other entries of the tar lie between the sample's members.")
+    own_id, entry = own_names(fields, texts)
     return SampleRow(
         key=key,
+        id=own_id,
+        entry=entry or folder,
         offset=begin,
         size=end - begin,
         crc32c=crc,

@@ -6,7 +6,6 @@ read, by range. The manifest is written last; after an interruption the recount 
 
 from __future__ import annotations
 
-import hashlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +21,7 @@ from vlm_stream.errors import BadSampleError, blame_sample
 from vlm_stream.format import (
     ShardList,
     decode_index,
+    describe_shard,
     index_name,
     is_text_member,
     load_manifest,
@@ -99,8 +99,9 @@ class _Recounter:
                 refused.append(_refused(shard.name, index.key(row), int(index.offset[row]), bad))
         rewritten = recounted_index(data, counts)
         dataset.put(index_name(shard.name), rewritten)
-        totals = decode_index(rewritten).totals(shard.totals.bytes)
-        entry = replace(shard, totals=totals, index_sha256=hashlib.sha256(rewritten).hexdigest())
+        entry = describe_shard(
+            shard.name, rewritten, num_bytes=shard.totals.bytes, crc32c=shard.crc32c, etag=shard.etag
+        )
         return entry, sum(a != b for a, b in zip(before, counts, strict=True)), refused
 
 

@@ -37,6 +37,10 @@ class SampleRow:
     """One sample in its shard."""
 
     key: str
+    id: str | None = None
+    """The record's own; None: it has none."""
+    entry: str = ""
+    """Name of the meta file's entry, or of the file, that it came from."""
     offset: int
     size: int
     crc32c: int
@@ -50,6 +54,8 @@ class SampleRow:
         sizes = self.sizes
         return (
             self.key,
+            self.id or None,
+            self.entry,
             self.offset,
             self.size,
             self.crc32c,

@@ -53,7 +53,11 @@ class Sample:
     conversation: Conversation
     """As in the JSON member."""
     sizes: MediaSizes
-    """One entry for each item of the conversation, also where two items share a member."""
+    """One for each item of the conversation, also where two items share a member."""
+    id: str | None = None
+    """The record's own; None: it has none."""
+    entry: str = ""
+    """Name of the meta file's entry, or of the file, that it came from."""
 
 
 def build_sample(record: Record, reader: MediaReader) -> Sample:
@@ -79,13 +83,15 @@ def build_sample(record: Record, reader: MediaReader) -> Sample:
         except BadSampleError as error:
             shown = next((place for place in frames if isinstance(place, str)), f"a {medium} given as bytes")
             raise BadSampleError(error.stage, error.reason, f"{shown[:300]}: {error}") from error
-    text: dict[str, Any] = {"conversation": conversation, "id": record.id, "source": record.source}
+    text: dict[str, Any] = {"conversation": conversation, "id": record.own_id, "source": record.source}
     if record.extras:
         text["extras"] = record.extras
     return Sample(
         members=(("json", _to_json(text)), *media.members.values()),
         conversation=conversation,
         sizes=MediaSizes(images=tuple(sizes["image"]), videos=tuple(sizes["video"]), audios=tuple(sizes["audio"])),
+        id=record.own_id,
+        entry=record.source,
     )
 
 

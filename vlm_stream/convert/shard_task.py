@@ -8,7 +8,6 @@ host, no worker number. It runs in any process of any engine.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ from vlm_stream.convert.rows import check_fits_index, encode_index
 from vlm_stream.convert.sample import build_sample
 from vlm_stream.convert.writer import ShardWriter, write_all
 from vlm_stream.errors import StorageError, blame_sample
-from vlm_stream.format import ShardEntry, Totals, decode_index, index_name
+from vlm_stream.format import ShardEntry, Totals, describe_shard, index_name
 from vlm_stream.ledger import BadSample
 from vlm_stream.storage import open_store, scheme_of
 
@@ -105,13 +104,8 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
         crc32c = writer.finish()
     index = encode_index(writer.rows)
     _put(store, index_name(name), index)
-    entry = ShardEntry(
-        name=name,
-        totals=decode_index(index).totals(writer.num_bytes),
-        crc32c=crc32c,
-        index_sha256=hashlib.sha256(index).hexdigest(),
-        etag=None if is_local(store) else store.head(name).etag,
-    )
+    etag = None if is_local(store) else store.head(name).etag
+    entry = describe_shard(name, index, num_bytes=writer.num_bytes, crc32c=crc32c, etag=etag)
     part = ShardPart(number=task.number, entry=entry, bad=tuple(bad))
     _put(store, part_name(task.number), part.to_json().encode())
     return part

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["DatasetStats", "Histogram", "dataset_stats", "histogram_of"]
 
 _NUM_BINS: Final = 16
-_GROUP: Final = 64
-"""Shards that are looked at together."""
 _WIDE: Final = 30.0
 """Values that span more than this factor get bins that grow by a factor."""
 
@@ -122,9 +120,8 @@ def dataset_stats(
     dataset = open_dataset(url, store, need="members")
     manifest = dataset.manifest
     columns: dict[tuple[str, str], list[npt.NDArray[Any]]] = {}
-    for begin in range(0, len(manifest.shards), _GROUP):
-        media, _, size = dataset.media(range(begin, min(begin + _GROUP, len(manifest.shards))))
-        for quantity, values in _quantities(media, size, count_tokens).items():
+    for index in dataset.indexes():
+        for quantity, values in _quantities(index.media, index.size, count_tokens).items():
             columns.setdefault(quantity, []).append(values)
     histograms = (histogram_of(*quantity, np.concatenate(parts)) for quantity, parts in columns.items())
     return DatasetStats(

@@ -161,19 +161,21 @@ class _ShardCheck:
         return index
 
     def _check_totals(self, index: ShardIndex) -> None:
-        counted = asdict(index.totals(self.shard.totals.bytes))
+        counted = asdict(index.columns.totals(self.shard.totals.bytes))
         listed = asdict(self.shard.totals)
+        counted["entries"] = {name: totals.samples for name, totals in index.entries().items()}
+        listed["entries"] = self.shard.entries
         wrong = [name for name in listed if listed[name] != counted[name]]
         if wrong:
             facts = ", ".join(
                 f"{name} {counted[name]} in the index and {listed[name]} in the manifest" for name in wrong
             )
             self.note("wrong_count", f"{facts}.")
-        text, labels, offset = index.columns.text_tokens, index.columns.label_tokens, index.offset
+        text, labels, offset = index.columns.text_tokens, index.columns.label_tokens, index.offset.astype(np.int64)
         for row in np.flatnonzero((labels < -1) | (labels > text)).tolist():
             detail = f"the index has {labels[row]} labels among {text[row]} text tokens."
             self.note("wrong_labels", detail, key=index.key(row), offset=int(offset[row]))
-        ends = offset + index.size
+        ends = offset + index.size.astype(np.int64)
         for row in np.flatnonzero(offset[1:] < ends[:-1]).tolist():
             self.note("wrong_range", "it begins inside its predecessor.", key=index.key(row + 1), offset=int(ends[row]))
 

@@ -60,6 +60,8 @@ class ShardWriter:
         self.rows.append(
             SampleRow(
                 key=key,
+                id=sample.id,
+                entry=sample.entry,
                 offset=begin,
                 size=position - begin,
                 crc32c=crc,

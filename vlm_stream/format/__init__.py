@@ -4,9 +4,9 @@ Enters: a dataset's URL. Leaves: its manifest, columns for plans, and drawn samp
 and the conversation that the small files of a sample make. No tar is opened here. It must not know plans, processors or
 how datasets are written.
 
-Files, in the order the data meets them: `fields` (members of a sample -> conversation), `energon` (its
-sample types), `manifest`, `table` (schema of
-an index), `index` (one shard), `dataset` (all shards, within a bound of memory).
+Files, in the order the data meets them: `fields` (members of a sample -> conversation), `energon` (its sample types),
+`manifest`, `table` (schema of an index), `media` (what plans need of a shard), `index` (all that is known of it),
+`dataset` (all shards, within a bound of memory).
 """
 
 from vlm_stream.format.dataset import Drawn, IndexCache, OpenDataset
@@ -18,9 +18,10 @@ from vlm_stream.format.fields import (
     guess_fields,
     is_text_member,
     medium_of,
+    own_names,
     to_conversation,
 )
-from vlm_stream.format.index import ShardIndex, decode_index, fetch_index, read_index
+from vlm_stream.format.index import ShardIndex, decode_index, describe_shard, fetch_index, read_index
 from vlm_stream.format.manifest import (
     MANIFEST,
     Manifest,
@@ -51,6 +52,7 @@ __all__ = [
     "TokenCounting",
     "Totals",
     "decode_index",
+    "describe_shard",
     "fetch_index",
     "guess_fields",
     "index_name",
@@ -58,6 +60,7 @@ __all__ = [
     "is_text_member",
     "load_manifest",
     "medium_of",
+    "own_names",
     "read_index",
     "read_table",
     "save_manifest",

@@ -1,6 +1,8 @@
 """An opened dataset: columns for plans, and everything a builder must know of the samples that a plan has drawn.
 
-Enters: a dataset's URL, then numbers of shards and rows. Leaves: `MediaColumns` with byte ranges, and `Drawn` samples.
+Enters: a dataset's URL, then numbers of shards and rows. Leaves: `MediaColumns`, and `Drawn` samples. A view shows the
+samples of one entry of the meta file as if there were no others: shards without any are not listed, and rows count
+those samples alone.
 
 Nothing here grows with the dataset but the columns of its manifest. What is kept of indexes is bounded by bytes: the
 Parquet bytes of an index after it was read for a plan, and its decoded columns once a sample was drawn from it.
@@ -9,36 +11,30 @@ Parquet bytes of an index after it was read for a plan, and its decoded columns 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from vlm_stream.format.index import (
-    JoinedMedia,
-    ShardIndex,
-    check_index,
-    decode_media,
-    fetch_index,
-    media_kinds,
-    open_index,
-)
+import numpy as np
+
+from vlm_stream.errors import ConfigError, DatasetError, nearest_name
+from vlm_stream.format.index import ShardIndex, check_index, fetch_index, open_index
 from vlm_stream.format.manifest import ShardList, load_manifest
+from vlm_stream.format.media import ShardMedia, decode_media, join_media, media_kinds
 from vlm_stream.storage import Span, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import TypeVar
 
-    import numpy as np
-    import numpy.typing as npt
-
     from vlm_stream.storage import StoreOptions
     from vlm_stream.tokens import MediaColumns, MediaSizes
 
-    Ints = npt.NDArray[np.int64]
     R = TypeVar("R")
 
 __all__ = ["Drawn", "IndexCache", "OpenDataset"]
@@ -57,6 +53,10 @@ class Drawn(NamedTuple):
     key: str
     span: Span
     sizes: MediaSizes
+    entry: str
+    """Name of the meta file's entry, or of the file, that it came from."""
+    id: str | None
+    """Its own id; None: it has none."""
 
 
 class IndexCache:
@@ -122,29 +122,56 @@ class OpenDataset:
             self.manifest = replace(self.manifest, shards=shards)
         self._kept_as = self.root if only is None else f"{self.root}#{self.manifest.digest}"
         self._cache = cache
+        self._entry: str | None = None
+        self._numbers: Sequence[int] = range(len(self.manifest.shards))
+        self.samples_per_shard: list[int] = self.manifest.shards.column("samples")
+        """[shards]"""
+        self.digest: str = self.manifest.digest
+        """Changes when any tar or index does."""
 
-    def media(self, shards: Sequence[int]) -> tuple[MediaColumns, Ints, Ints]:
-        """Return text counts and media sizes of all samples of some shards, one shard after the other.
+    def view(self, entry: str) -> OpenDataset:
+        """Return the dataset as if it had the samples of one entry alone; indexes are kept once for all views.
 
-        Returns:
-            The columns, and for each sample its first byte in its shard and the length of its byte range.
+        Raises:
+            ConfigError: No sample came from such an entry.
         """
-        entries = [self.manifest.shards[shard] for shard in shards]
-        joined = JoinedMedia([entry.totals for entry in entries])
+        counts = self.manifest.shards.entries.get(entry)
+        if counts is None:
+            known = list(self.manifest.shards.entries)
+            raise ConfigError(f"the dataset at {self.root} has no entry '{entry}'; {nearest_name(entry, known)}")
+        view = copy(self)
+        view._entry = entry
+        view._numbers = [number for number, count in enumerate(counts) if count]
+        view.samples_per_shard = [counts[number] for number in view._numbers]
+        view.digest = hashlib.sha256(f"{self.digest}:{entry}".encode()).hexdigest()
+        return view
 
-        def fill(number: int, index: bytes | ShardIndex) -> None:
-            entry = entries[number]
-            if isinstance(index, ShardIndex):
-                joined.fill(number, index.columns, index.path)
-            else:
-                where = check_index(index, self.store, entry)
-                joined.fill(number, decode_media(index, where, media_kinds(entry.totals)), where)
-
+    def media(self, shards: Sequence[int]) -> MediaColumns:
+        """Return text counts and media sizes of all samples of some shards, one shard after the other."""
+        parts: list[ShardMedia] = []
         for begin in range(0, len(shards), _TOGETHER):
-            group = range(begin, min(begin + _TOGETHER, len(shards)))
-            self._each(fill, group, [shards[number] for number in group])
+            group = shards[begin : begin + _TOGETHER]
+            parts += self._each(self._media, group)
+        joined = join_media(parts)
+        del parts
         _trim_memory()
-        return joined.columns, joined.offset, joined.size
+        return joined
+
+    def _media(self, shard: int, index: bytes | ShardIndex) -> ShardMedia:
+        listed = self.manifest.shards[self._numbers[shard]]
+        if isinstance(index, ShardIndex):
+            where = index.path
+            media = index.columns if self._entry is None else index.columns.select(index.is_of(self._entry))
+        else:
+            where = check_index(index, self.store, listed)
+            media = decode_media(index, where, media_kinds(listed.totals), self._entry)
+        self._check_count(shard, len(media), where)
+        return media
+
+    def _check_count(self, shard: int, found: int, where: str) -> None:
+        if found != self.samples_per_shard[shard]:
+            what = "samples" if self._entry is None else f"samples of '{self._entry}'"
+            raise DatasetError(f"{where} has {found} {what}, the manifest says {self.samples_per_shard[shard]}.")
 
     def draw(self, shard: int, rows: Sequence[int]) -> list[Drawn]:
         """Return what must be known of some samples of a shard, in the order of `rows`."""
@@ -157,18 +184,32 @@ class OpenDataset:
             wanted[shard].append(place)
         drawn: dict[int, Drawn] = {}
         missing = []
+
+        def draw(shard: int, index: ShardIndex) -> None:
+            shown = None if self._entry is None else self._rows(shard, index)
+            for place in wanted[shard]:
+                drawn[place] = _draw(index, rows[place] if shown is None else shown[rows[place]])
+
         for shard in wanted:
-            kept = self._cache.get(self._kept_as, shard)
+            kept = self._cache.get(self._kept_as, self._numbers[shard])
             if isinstance(kept, ShardIndex):
-                drawn.update((place, _draw(kept, rows[place])) for place in wanted[shard])
+                draw(shard, kept)
             else:
                 missing.append(shard)
         # In groups: an index that the cache has no room for goes as soon as its samples are drawn.
         for begin in range(0, len(missing), _TOGETHER):
             group = missing[begin : begin + _TOGETHER]
-            for shard, index in zip(group, self._each(self._decode, group, group), strict=True):
-                drawn.update((place, _draw(index, rows[place])) for place in wanted[shard])
+            for shard, index in zip(group, self._each(self._decode, group), strict=True):
+                draw(shard, index)
         return [drawn[place] for place in range(len(shards))]
+
+    def _rows(self, shard: int, index: ShardIndex) -> Sequence[int]:
+        """Return the rows of an index that are shown, in order."""
+        if self._entry is None:
+            return range(len(index))
+        rows: list[int] = np.flatnonzero(index.is_of(self._entry)).tolist()
+        self._check_count(shard, len(rows), index.path)
+        return rows
 
     def text_span(self, drawn: Drawn) -> Span:
         """Return where the text of a sample lies; where the whole sample lies if it has no such member.
@@ -182,41 +223,48 @@ class OpenDataset:
         _, offset, size = member
         return drawn.span._replace(offset=offset, size=size, crc32c=None, members=(member,))
 
-    def find_key(self, shard: int, key: str) -> int | None:
-        """Return the row of the sample with that key in a shard, if it is there."""
-        (index,) = self._each(self._decode, [shard], [shard])
-        keys = index.keys
-        return keys.index(key) if key in keys else None
+    def indexes(self) -> Iterator[ShardIndex]:
+        """Yield the index of each shard, with all of its samples."""
+        for begin in range(0, len(self._numbers), _TOGETHER):
+            yield from self._each(self._decode, range(begin, min(begin + _TOGETHER, len(self._numbers))))
 
-    def _each(
-        self, function: Callable[[int, bytes | ShardIndex], R], args: Sequence[int], shards: Sequence[int]
-    ) -> list[R]:
-        """Return `function(arg, index)` for each arg and the index of its shard; many wait for stores, few compute."""
+    def find(self, name: str) -> list[tuple[int, int]]:
+        """Return shard and row of the samples with that key, or with that id of their own."""
+        found = []
+        for shard, index in enumerate(self.indexes()):
+            if named := index.find(name):
+                found += [(shard, place) for place, row in enumerate(self._rows(shard, index)) if row in named]
+        return found
+
+    def _each(self, function: Callable[[int, bytes | ShardIndex], R], shards: Sequence[int]) -> list[R]:
+        """Return `function(shard, index)` for each shard and its index; many wait for stores, few compute."""
         with (
             ThreadPoolExecutor(min(_FETCHING, len(shards))) as fetching,
             ThreadPoolExecutor(min(_DECODING, len(shards))) as decoding,
             _system_memory(),
         ):
-            return list(decoding.map(function, args, fetching.map(self._fetch, shards)))
+            return list(decoding.map(function, shards, fetching.map(self._fetch, shards)))
 
     def _fetch(self, shard: int) -> bytes | ShardIndex:
         """Return an index as it is kept, or its bytes, which are kept from then on."""
-        index = self._cache.get(self._kept_as, shard)
+        number = self._numbers[shard]
+        index = self._cache.get(self._kept_as, number)
         if index is None:
-            index = fetch_index(self.store, self.manifest.shards[shard])
-            self._cache.put(self._kept_as, shard, index)
+            index = fetch_index(self.store, self.manifest.shards[number])
+            self._cache.put(self._kept_as, number, index)
         return index
 
     def _decode(self, shard: int, index: bytes | ShardIndex) -> ShardIndex:
         """Return a decoded index, which is kept from then on in place of its bytes."""
         if isinstance(index, bytes):
-            index = open_index(index, self.store, self.manifest.shards[shard], tars=self.manifest.tars)
-            self._cache.put(self._kept_as, shard, index)
+            number = self._numbers[shard]
+            index = open_index(index, self.store, self.manifest.shards[number], tars=self.manifest.tars)
+            self._cache.put(self._kept_as, number, index)
         return index
 
 
 def _draw(index: ShardIndex, row: int) -> Drawn:
-    return Drawn(index.key(row), index.span(row), index.sizes(row))
+    return Drawn(index.key(row), index.span(row), index.sizes(row), index.entry_of(row), index.own_id(row))
 
 
 @contextmanager

@@ -30,7 +30,16 @@ if TYPE_CHECKING:
 
     from vlm_stream.conversation import Conversation, Item
 
-__all__ = ["LAYOUTS", "MEDIA_EXTENSIONS", "FieldMap", "guess_fields", "is_text_member", "medium_of", "to_conversation"]
+__all__ = [
+    "LAYOUTS",
+    "MEDIA_EXTENSIONS",
+    "FieldMap",
+    "guess_fields",
+    "is_text_member",
+    "medium_of",
+    "own_names",
+    "to_conversation",
+]
 
 LAYOUTS: Final = ("native", "sharegpt", "caption", "energon", "bytes")
 MEDIA_EXTENSIONS: Final = {
@@ -180,6 +189,28 @@ def to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str, 
         return _to_conversation(fields, names, texts)
     except Exception as error:  # JSON can hold anything in any place
         raise blame_sample(error, "convert", "bad_form", "the sample cannot be made a conversation") from error
+
+
+def own_names(fields: FieldMap, texts: Mapping[str, bytes]) -> tuple[str | None, str | None]:
+    """Return the id that a sample's JSON states, and the meta file's entry that it names where the shard is our own."""
+    text = next((text for name, text in texts.items() if name.lower() == "json"), None)
+    try:
+        data = None if text is None else _parse_json(text)
+    except BadSampleError:
+        data = None
+    if not isinstance(data, dict):
+        return None, None
+    own_id, entry = data.get("id"), data.get("source") if fields.layout == "native" else None
+    has_id = isinstance(own_id, str | int) and not isinstance(own_id, bool)
+    return _as_name(str(own_id)) if has_id else None, _as_name(entry) if isinstance(entry, str) else None
+
+
+def _as_name(text: str) -> str | None:
+    """Return a name that an index can hold, or None: half of a surrogate pair is no text."""
+    try:
+        return text if text.encode() else None
+    except UnicodeEncodeError:
+        return None
 
 
 def _to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str, bytes]) -> Conversation:

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 MANIFEST: Final = "dataset.json"
-FORMAT_VERSION: Final = 5
+FORMAT_VERSION: Final = 6
 
 
 def index_name(shard: str) -> str:
@@ -77,6 +77,8 @@ class ShardEntry:
     name: str
     """Relative to the dataset's root, or to `Manifest.tars`."""
     totals: Totals
+    entries: dict[str, int]
+    """Samples by the meta file's entry that they came from; they add up to those of `totals`."""
     crc32c: int
     """Of the tar."""
     index_sha256: str
@@ -91,26 +93,33 @@ _TOTALS: Final = tuple(total.name for total in fields(Totals))
 class ShardList(Sequence[ShardEntry]):
     """Entries of shards, in order."""
 
-    __slots__ = ("_columns",)
+    __slots__ = ("_columns", "entries")
 
-    def __init__(self, columns: dict[str, list[Any]]) -> None:
-        """Take a list of values for every field of an entry and of its totals.
+    def __init__(self, columns: dict[str, list[Any]], entries: dict[str, list[int]]) -> None:
+        """Take a list of values for every field of a shard and of its totals, and samples by the meta file's entries.
 
         Raises:
-            KeyError, TypeError: They are not these fields, or not lists of one length.
+            KeyError, TypeError: They are not these fields, not lists of one length, or entries do not add up.
         """
         if odd := set(columns) ^ {*_OWN, *_TOTALS}:
             raise KeyError(", ".join(sorted(odd)))
-        if not all(isinstance(column, list) for column in columns.values()) or len(set(map(len, columns.values()))) > 1:
+        lists = [*columns.values(), *entries.values()]
+        if not all(isinstance(column, list) for column in lists) or len(set(map(len, lists))) > 1:
             raise TypeError("the columns of the shards are not lists of one length")
+        if list(map(sum, zip(*entries.values(), strict=True))) != columns["samples"] and any(columns["samples"]):
+            raise TypeError("the entries of the shards do not add up to their samples")
         self._columns = {name: columns[name] for name in (*_OWN, *_TOTALS)}
+        self.entries: Final = entries
+        """[shards] Samples of each entry of the meta file, by its name."""
 
     @classmethod
     def of(cls, entries: Iterable[ShardEntry]) -> ShardList:
         """Take entries apart."""
         each = list(entries)
         own = {name: list(map(attrgetter(name), each)) for name in _OWN}
-        return cls(own | {name: list(map(attrgetter(f"totals.{name}"), each)) for name in _TOTALS})
+        totals = {name: list(map(attrgetter(f"totals.{name}"), each)) for name in _TOTALS}
+        names = sorted({name for shard in each for name in shard.entries})
+        return cls(own | totals, {name: [shard.entries.get(name, 0) for shard in each] for name in names})
 
     def __len__(self) -> int:
         """Return the number of shards."""
@@ -125,11 +134,12 @@ class ShardList(Sequence[ShardEntry]):
         if isinstance(place, slice):
             return tuple(self[number] for number in range(len(self))[place])
         totals = Totals(**{name: self._columns[name][place] for name in _TOTALS})
-        return ShardEntry(totals=totals, **{name: self._columns[name][place] for name in _OWN})
+        entries = {name: counts[place] for name, counts in self.entries.items() if counts[place]}
+        return ShardEntry(totals=totals, entries=entries, **{name: self._columns[name][place] for name in _OWN})
 
     def __eq__(self, other: object) -> bool:
         """Tell whether all entries are equal."""
-        return isinstance(other, ShardList) and self._columns == other._columns
+        return isinstance(other, ShardList) and (self._columns, self.entries) == (other._columns, other.entries)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -148,7 +158,7 @@ class ShardList(Sequence[ShardEntry]):
 
     def without_etags(self) -> ShardList:
         """Return the same shards as they are elsewhere."""
-        return ShardList(self._columns | {"etag": [None] * len(self)})
+        return ShardList(self._columns | {"etag": [None] * len(self)}, self.entries)
 
     def to_json(self) -> str:
         """Return the columns, a line for each; a column that says the same of all shards is stored as that value."""
@@ -156,6 +166,7 @@ class ShardList(Sequence[ShardEntry]):
             f"  {_dump(name)}: {_dump(column[0] if name != 'name' and len(set(column)) == 1 else column)}"
             for name, column in self._columns.items()
         ]
+        lines.append(f'  "entries": {_dump(self.entries)}')
         return "{\n" + ",\n".join(lines) + "\n }"
 
     @classmethod
@@ -165,13 +176,14 @@ class ShardList(Sequence[ShardEntry]):
         Raises:
             KeyError, TypeError: They are no columns of one length.
         """
-        num_shards = len(written["name"])
+        num_shards, entries = len(written["name"]), written.pop("entries")
         single = {"name": (), "etag": (str, type(None)), "index_sha256": (str,)}
         return cls(
             {
                 name: [column] * num_shards if type(column) in single.get(name, (int, float)) else column
                 for name, column in written.items()
-            }
+            },
+            entries,
         )
 
 
@@ -259,7 +271,7 @@ class Manifest:
             data["fields"] = FieldMap(**data["fields"])
             manifest = cls(**data)
             is_whole = manifest.digest == digest
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise DatasetError(f"{where} lacks or misnames a field ({error}): write the dataset again.") from error
         if not is_whole:
             raise DatasetError(

@@ -33,16 +33,13 @@ __all__ = [
     "wrong_index",
 ]
 
-_MEMBER_NAME: Final = "members.list.element.name"
-"""The path of that column in a Parquet file."""
+_DICTIONARIES: Final = ("entry", "members.list.element.name")
+"""Columns of a Parquet file whose texts are few and come often: in memory they are numbers of a dictionary."""
 
 
 @cache
 def index_schema(names: tuple[str, ...] | None = None) -> pa.Schema:
-    """Return the schema, or that of some columns (made on first use: pyarrow is not imported before it is needed).
-
-    Names of members are few and come often: in memory they are numbers of a dictionary.
-    """
+    """Return the schema, or that of some columns (made on first use: pyarrow is not imported before it is needed)."""
     import pyarrow as pa
 
     if names is not None:
@@ -64,6 +61,8 @@ def index_schema(names: tuple[str, ...] | None = None) -> pa.Schema:
     return pa.schema(
         [
             ("key", pa.string()),
+            ("id", pa.string()),  # the record's own; null: it has none
+            ("entry", name),  # of the meta file, or the file that the record came from
             ("offset", pa.int64()),  # the sample's first tar header
             ("size", pa.int64()),  # up to and with the padding of its last member
             ("crc32c", pa.uint32()),  # of that range
@@ -88,7 +87,7 @@ def write_table(table: pa.Table) -> bytes:
         sink,
         row_group_size=max(table.num_rows, 1),
         compression="zstd",
-        use_dictionary=[_MEMBER_NAME],
+        use_dictionary=list(_DICTIONARIES),
         write_statistics=False,
         store_schema=False,
     )
@@ -106,7 +105,7 @@ def read_table(data: bytes, where: str, names: tuple[str, ...] | None = None) ->
 
     schema = index_schema(names)
     with wrong_index(where):
-        file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=[_MEMBER_NAME])
+        file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=list(_DICTIONARIES))
         # One thread each: indexes are small, and many are decoded side by side. Group by group: Arrow cannot join
         # nested dictionaries while it reads.
         groups = range(file.num_row_groups)

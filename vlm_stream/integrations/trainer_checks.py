@@ -7,33 +7,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.loader import StreamLoader
+from vlm_stream.storage import open_store
 from vlm_stream.stream import VLMStream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-__all__ = [
-    "STATE_FILE",
-    "check_accumulation",
-    "check_arguments",
-    "check_datasets",
-    "check_eval_loader",
-    "check_no_trl",
-    "check_ranks",
-    "check_release",
-    "check_world",
-    "find_eval_loader",
-    "find_loaders",
-    "read_state",
-    "write_state",
-]
+    from pathlib import Path
 
 STATE_FILE: Final = "vlm_stream.json"
 
@@ -195,12 +178,7 @@ def _each(dataset: Any) -> list[Any]:
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write the state, so that there is all of it or nothing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{STATE_FILE}-", delete=False) as file:
-        json.dump(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    Path(file.name).replace(folder / STATE_FILE)
+    open_store(str(folder)).put(STATE_FILE, json.dumps(state).encode())
 
 
 def read_state(folder: Path, *, may_be_missing: bool = False) -> dict[str, Any] | None:

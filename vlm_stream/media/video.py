@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from vlm_stream.errors import BadSampleError, ConfigError, MissingExtraError, VlmStreamError, blame_sample
 from vlm_stream.media.image import DEFAULT_IMAGE_CONFIG, ImageConfig, decode_image, probe_image
@@ -114,22 +114,6 @@ def _check_indices(indices: tuple[int, ...], info: VideoInfo) -> None:
         raise BadSampleError(
             "decode", "frame_index", f"Frames {min(indices)}..{max(indices)} were asked of a video with {info.frames}."
         )
-
-
-class _OpenVideo(Protocol):
-    """What a backend offers once a file is open."""
-
-    def facts(self) -> VideoInfo:
-        """Return what is known of the whole video."""
-        ...
-
-    def frames(self, indices: Sequence[int]) -> Frames:
-        """Return [n, height, width, 3]."""
-        ...
-
-    def close(self) -> None:
-        """Free the decoder."""
-        ...
 
 
 def _choose_backend(name: str) -> str:
@@ -307,8 +291,5 @@ class _TorchCodec:
         del self._decoder
 
 
-_OPENERS: Final[dict[str, Callable[[VideoData], _OpenVideo]]] = {
-    "decord": _Decord,
-    "av": _Av,
-    "torchcodec": _TorchCodec,
-}
+_OpenVideo: TypeAlias = _Decord | _Av | _TorchCodec
+_OPENERS: Final[dict[str, type[_OpenVideo]]] = {"decord": _Decord, "av": _Av, "torchcodec": _TorchCodec}

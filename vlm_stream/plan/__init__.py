@@ -27,7 +27,7 @@ from vlm_stream.plan.balance import costs_of_model
 from vlm_stream.plan.pack import best_fit_decreasing
 from vlm_stream.plan.planner import Count, Planner
 from vlm_stream.plan.randomness import Key, mix64, words
-from vlm_stream.plan.report import PlannedSample, PlanReport, find_sample, plan_report, samples_of_step, step_at
+from vlm_stream.plan.report import PlannedSample, PlanReport, find_samples, plan_report, samples_of_step, step_at
 from vlm_stream.plan.resume import OVERRIDES
 from vlm_stream.plan.state import read_state
 from vlm_stream.plan.steps import Step
@@ -73,7 +73,7 @@ __all__ = [
     "StepShape",
     "best_fit_decreasing",
     "costs_of_model",
-    "find_sample",
+    "find_samples",
     "mix64",
     "permute_chunks",
     "plan_report",

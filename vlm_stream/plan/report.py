@@ -10,27 +10,27 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from vlm_stream.errors import InputError
 from vlm_stream.plan.pack import packs_lower_bound
-from vlm_stream.plan.values import PackConfig, take_rows
+from vlm_stream.plan.values import PackConfig, Ref, take_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     import numpy.typing as npt
 
     from vlm_stream.plan.planner import Planner
     from vlm_stream.plan.steps import Horizon, Step
-    from vlm_stream.plan.values import Ref, StepShape
+    from vlm_stream.plan.values import StepShape
 
     Ints = npt.NDArray[np.int64]
     RequestCounter = Callable[[Sequence[Ref]], tuple[int, int]]
 
-__all__ = ["PlanReport", "PlannedSample", "find_sample", "plan_report", "samples_of_step", "step_at"]
+__all__ = ["PlanReport", "PlannedSample", "find_samples", "plan_report", "samples_of_step", "step_at"]
 
 _MAX_COUNTED = 100_000  # samples whose requests are counted; they stand for the rest
 
@@ -269,8 +269,7 @@ def _steps_per_epoch(planner: Planner, shape: StepShape, tally: _Tally) -> float
     return steps / done if done > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedSample:
+class PlannedSample(NamedTuple):
     """One sample at its place in the run."""
 
     step: int
@@ -280,15 +279,8 @@ class PlannedSample:
     """Row of the micro-batch: a pack, a group or a sample."""
     place: int
     """Place within the row."""
-    source: str
-    shard: int
-    sample_row: int
-    """Row of the sample in its shard's index; with shard and source the key is found there."""
     tokens: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return asdict(self)
+    ref: Ref
 
 
 def step_at(planner: Planner, shape: StepShape, step: int, *, state: dict[str, Any] | None = None) -> Step:
@@ -313,26 +305,29 @@ def samples_of_step(
 ) -> tuple[PlannedSample, ...]:
     """Return the samples of one step, of one rank or of all, in the order of delivery."""
     found = step_at(planner, shape, step, state=state)
-    return tuple(sample for sample in _deliveries(planner, found) if rank is None or sample.rank == rank)
+    return tuple(sample for sample in _deliveries(found) if rank is None or sample.rank == rank)
 
 
-def find_sample(
-    planner: Planner, shape: StepShape, ref: Ref, *, state: dict[str, Any] | None = None
-) -> PlannedSample | None:
-    """Return where a sample is delivered next; None when the stream ends before."""
+def find_samples(
+    planner: Planner, shape: StepShape, refs: Collection[Ref], *, state: dict[str, Any] | None = None
+) -> tuple[PlannedSample, ...]:
+    """Return where each of some samples is delivered next; those that the stream ends before are left out."""
+    wanted = set(refs)
+    found: list[PlannedSample] = []
 
     def may_hold_sample(_first: int, horizon: Horizon) -> bool:
-        return any((window.samples.refs == ref).all(axis=1).any() for window in horizon.table.windows)
+        return any((window.samples.refs == ref).all(axis=1).any() for window in horizon.table.windows for ref in wanted)
 
-    name = planner.sources[ref.source].name
-    for step in planner.search(shape, state, may_hold_sample):
-        for delivery in _deliveries(planner, step):
-            if (delivery.source, delivery.shard, delivery.sample_row) == (name, ref.shard, ref.row):
-                return delivery
-    return None
+    steps = planner.search(shape, state, may_hold_sample)
+    while wanted and (step := next(steps, None)) is not None:
+        for sample in _deliveries(step):
+            if sample.ref in wanted:
+                wanted.remove(sample.ref)
+                found.append(sample)
+    return tuple(found)
 
 
-def _deliveries(planner: Planner, step: Step) -> Iterator[PlannedSample]:
+def _deliveries(step: Step) -> Iterator[PlannedSample]:
     table, grid = step.table, step.numbers()
     for micro in range(step.micro_begin, grid.shape[0]):
         for rank in range(grid.shape[1]):
@@ -340,17 +335,7 @@ def _deliveries(planner: Planner, step: Step) -> Iterator[PlannedSample]:
                 if number < 0:
                     continue
                 window, unit = table.windows[int(table.window[number])], int(table.unit[number])
-                members = np.arange(window.splits[unit], window.splits[unit + 1])
+                members = slice(window.splits[unit], window.splits[unit + 1])
                 refs, tokens = window.samples.refs[members].tolist(), window.samples.tokens[members].tolist()
-                for place, ((source, shard, sample_row), length) in enumerate(zip(refs, tokens, strict=True)):
-                    yield PlannedSample(
-                        step=step.index,
-                        rank=rank,
-                        micro=micro,
-                        row=row,
-                        place=place,
-                        source=planner.sources[source].name,
-                        shard=shard,
-                        sample_row=sample_row,
-                        tokens=length,
-                    )
+                for place, (ref, length) in enumerate(zip(refs, tokens, strict=True)):
+                    yield PlannedSample(step.index, rank, micro, row, place, length, Ref(*ref))

@@ -128,6 +128,7 @@ class Catalog:
         return Record(
             source=self.name,
             id=str(own_id) if has_id else str(number),
+            has_id=has_id,
             origin=origin,
             conversation=extras.pop("conversation"),
             media_root=self.form.media_dir,

@@ -180,6 +180,7 @@ class HFSource(Sequence[dict[str, Any]]):
         return Record(
             source=self.name,
             id=str(index),
+            has_id=False,
             origin=f"{self.name}:{index}",
             conversation=_as_stored(example["conversation"]),
             extras={key: example[key] for key in _RECORD_KEYS if key in example},

@@ -39,6 +39,13 @@ class Record:
     """Folder that relative media paths were resolved against."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Known passengers, such as `mm_inputs_meta` and `_text_tokens`."""
+    has_id: bool = True
+    """Whether the id is the sample's own."""
+
+    @property
+    def own_id(self) -> str | None:
+        """Return the id that the sample brought along; None: it has none."""
+        return self.id if self.has_id and self.id else None
 
 
 class RecordSource(Protocol):

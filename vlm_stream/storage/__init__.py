@@ -3,21 +3,19 @@
 Enters: URLs, and the spans of a batch. Leaves: bytes, and samples as `{member: content}` in the order of the spans,
 verified. It must not know tar headers, indexes, plans or processors.
 
-In the order the data meets them: `options.py`; `store.py` (URLs, the interface, `open_store`); the stores: `local.py`
-(files, memory), `remote.py` (S3, GCS, Azure, web; with `credentials.py` and `faults.py`), `hub.py`. A reader:
-`spans.py` (spans -> requests, bytes -> members), `reader.py`, `engine.py` (what runs the requests, counters),
-`cache.py` (the node cache).
+In the order the data meets them: `options.py`; `tar_urls.py` (patterns -> tars); `store.py` (URLs, the interface,
+`open_store`); the stores: `local.py`, `remote.py` (S3, GCS, Azure, web; with `credentials.py`), `hub.py`. Reading:
+`spans.py` (spans -> requests, bytes -> members), `reader.py` (what runs them, counters), `cache.py` (the node cache).
 """
 
 from __future__ import annotations
 
-from vlm_stream.storage.engine import ReadTotals
-from vlm_stream.storage.object_reader import ObjectReader
 from vlm_stream.storage.options import ReadOptions, RetryOptions, StoreOptions
-from vlm_stream.storage.reader import Reading, SpanReader, SpanResult
+from vlm_stream.storage.reader import Reading, ReadTotals, SpanReader, SpanResult
 from vlm_stream.storage.spans import Member, RangeRequest, Span, crc32c_of, plan_requests
 from vlm_stream.storage.store import (
     ObjectInfo,
+    ObjectReader,
     Store,
     join_url,
     local_path,

@@ -33,12 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
-    from vlm_stream.storage.engine import ReadMetrics
     from vlm_stream.storage.options import ReadOptions
+    from vlm_stream.storage.reader import ReadMetrics
     from vlm_stream.storage.spans import RangeRequest
     from vlm_stream.storage.store import Store
-
-__all__ = ["CachedShard", "NoRoomError", "NodeCache", "ShardDownloads", "ShardKey"]
 
 _log = logging.getLogger(__name__)
 _PART_BYTES = 2 * 1024 * 1024
@@ -204,7 +202,7 @@ class NodeCache:
             for path, size, used_s in entries:
                 if excess <= 0:
                     break
-                if path.suffix == ".shard" and used_s <= newest and _evict(path):
+                if path.suffix == ".shard" and used_s <= newest and _remove_unused(path):
                     excess -= size
             if excess > 0:
                 raise NoRoomError(
@@ -218,7 +216,7 @@ class NodeCache:
             if not _NAME.fullmatch(path.name) or path.is_symlink() or not path.is_file():
                 continue
             with contextlib.suppress(FileNotFoundError):
-                if path.suffix == ".part" and _remove_if_dead(path):
+                if path.suffix == ".part" and _remove_unused(path):
                     continue
                 found = path.stat()
                 yield path, found.st_size, found.st_mtime
@@ -254,28 +252,16 @@ def _is_whole(descriptor: int, digest: bytes, size: int) -> bool:
     return os.pread(descriptor, _TRAILER.size, size) == _TRAILER.pack(_MAGIC, size, digest)
 
 
-def _evict(path: Path) -> bool:
-    """Remove a complete shard unless somebody reads it, or it is not one of ours."""
+def _remove_unused(path: Path) -> bool:
+    """Remove a part that no process writes, or a complete shard that none reads and that is one of ours."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size - _TRAILER.size
-        ours = size >= 0 and _is_whole(descriptor, bytes.fromhex(path.stem), size)
-        if ours and _try_lock(descriptor):
-            path.unlink()
-            return True
-        return False
-    finally:
-        os.close(descriptor)
-
-
-def _remove_if_dead(path: Path) -> bool:
-    """Remove a part file that no process holds."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if _try_lock(descriptor):
-            path.unlink()
-            return True
-        return False
+        ours = path.suffix == ".part" or (size >= 0 and _is_whole(descriptor, bytes.fromhex(path.stem), size))
+        if not (ours and _try_lock(descriptor)):
+            return False
+        path.unlink()
+        return True
     finally:
         os.close(descriptor)
 
@@ -290,14 +276,7 @@ class ShardDownloads:
         fetch: Callable[[Store, str, int, int], Future[Fetched]],
         sleep: Callable[[float], None],
     ) -> None:
-        """Open nothing before the first request.
-
-        Args:
-            options: Where the cache is, its limit, and how many parts at a time.
-            metrics: Counts hits and downloads.
-            fetch: Starts one range of a store.
-            sleep: Waits, or raises when the reader is closed.
-        """
+        """Open nothing yet; `fetch` starts one range of a store, `sleep` waits, or raises when the reader is closed."""
         self._cache = NodeCache(options.cache_dir or "", options.cache_bytes or 0)
         self._metrics = metrics
         self._fetch = fetch

@@ -21,8 +21,6 @@ from vlm_stream.errors import AccessError, ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from vlm_stream.storage.options import StoreOptions
 
-__all__ = ["ProfileCredentials", "aws_config", "client_settings"]
-
 _REREAD = timedelta(minutes=15)
 _NEEDS_BOTO3 = ("sso_session", "sso_start_url", "role_arn", "credential_process", "web_identity_token_file")
 
@@ -40,6 +38,11 @@ def client_settings(root: str, options: StoreOptions) -> tuple[str, dict[str, An
     allowed = parts.scheme == "s3" and os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
     if options.allow_http or parts.scheme == "http" or allowed:
         transport["allow_http"] = True
+    elif parts.scheme == "s3" and not options.endpoint and os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+        raise ConfigError(
+            "AWS_ENDPOINT_URL begins with http://, which is not encrypted, so nothing is sent there. "
+            "Use https://, or set AWS_ALLOW_HTTP=true (or allow_http) where the network is trusted."
+        )
     if options.ca_file is not None:
         try:
             transport["root_certificate"] = Path(options.ca_file).read_bytes()

@@ -11,22 +11,19 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vlm_stream.errors import ConfigError, MissingExtraError, VlmStreamError
-from vlm_stream.storage.faults import Fault, error_of, fault_of, fault_of_status
-from vlm_stream.storage.local import content_of
 from vlm_stream.storage.options import StoreOptions
-from vlm_stream.storage.store import Fetched, ObjectInfo, PutData, Store
+from vlm_stream.storage.remote import Fault, error_of, fault_of, fault_of_status
+from vlm_stream.storage.store import Fetched, ObjectInfo, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-__all__ = ["HubStore"]
+    from pathlib import Path
 
 
 class HubStore(Store):
     """Files of one dataset repository. Each write is one commit."""
 
     def __init__(self, url: str, options: StoreOptions | None = None) -> None:
-        """Check the URL; nothing is asked yet."""
         self._options = options or StoreOptions()
         self.root = url.rstrip("/")
         self._files: Any = None
@@ -39,11 +36,9 @@ class HubStore(Store):
         return type(self), (self.root, self._options)
 
     def get(self, path: str) -> bytes:
-        """Return a whole file."""
         return bytes(self.fetch(path, 0, self.head(path).size).data)
 
     def fetch(self, path: str, offset: int, size: int) -> Fetched:
-        """Return one range with the file's size and etag."""
         info = self._infos.get(path)
         if info is None:
             info = self._infos[path] = self.head(path)
@@ -54,18 +49,15 @@ class HubStore(Store):
         return Fetched(data, info.size, info.etag)
 
     async def fetch_async(self, path: str, offset: int, size: int) -> Fetched:
-        """Do the same on the event loop, in one of its threads."""
         return await asyncio.to_thread(self.fetch, path, offset, size)
 
-    def put(self, path: str, data: PutData) -> None:
-        """Commit one file."""
-        content = content_of(data)
+    def put(self, path: str, data: bytes | Path) -> None:
+        content = data if isinstance(data, bytes) else data.read_bytes()
         self.check_path(path)
         self._call(path, lambda files: files.pipe_file(self.url(path), content))
         self._infos.pop(path, None)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield every file whose path begins with `prefix`, sorted."""
         base = self.root.removeprefix("hf://") + "/"
         found = self._call("", lambda files: files.find(self.root, detail=True))
         for name in sorted(found):
@@ -74,12 +66,10 @@ class HubStore(Store):
                 yield _info_of(path, found[name])
 
     def head(self, path: str) -> ObjectInfo:
-        """Return size and etag."""
         self.check_path(path)
         return _info_of(path, self._call(path, lambda files: files.info(self.url(path))))
 
     def delete(self, path: str) -> None:
-        """Commit the removal of one file."""
         self.head(path)
         self._call(path, lambda files: files.rm_file(self.url(path)))
         self._infos.pop(path, None)

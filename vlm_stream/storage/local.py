@@ -1,4 +1,4 @@
-"""Stores without a network: local files (`pread` for ranges, temp + fsync + rename for writes), and memory, for tests.
+"""Local files as a store: `pread` for ranges; temp + fsync + rename for writes.
 
 Nothing is retried, because a local error does not go away by itself.
 """
@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import secrets
 import shutil
 from collections import OrderedDict
 from io import FileIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from vlm_stream.errors import AccessError, NotFoundError, StorageError
-from vlm_stream.storage.store import Fetched, ObjectInfo, PutData, Store, check_put, local_path
+from vlm_stream.storage.store import Fetched, ObjectInfo, Store, local_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LocalStore", "MemoryStore", "content_of"]
-
 _MAX_OPEN_FILES = 128
 _TEMP_PREFIX = ".vlm-stream-"
 _COPY_BYTES = 1 << 20
-_MEMORY: dict[str, dict[str, bytes]] = {}
 
 
 class _OpenFile:
@@ -47,7 +43,6 @@ class LocalStore(Store):
     """A folder. Ranges are read without moving a file position, so threads and forked processes may share it."""
 
     def __init__(self, url: str) -> None:
-        """Remember where the folder is; it need not exist before the first write."""
         self.root = local_path(url)
         # Files stay open, because to open one is slow on network file systems.
         self._open_files: OrderedDict[str, _OpenFile] = OrderedDict()
@@ -56,12 +51,11 @@ class LocalStore(Store):
         return type(self), (self.root,)
 
     def get(self, path: str) -> bytes:
-        """Return a whole file."""
         with _translated(self.url(path)), FileIO(self._path(path)) as file:
             return file.readall()
 
     def fetch(self, path: str, offset: int, size: int) -> Fetched:
-        """Return one range and the file's size. Local files have no etag: copies of a dataset must stay equal."""
+        """Do so. Local files have no etag: copies of a dataset must stay equal."""
         with _translated(self.url(path)):
             file = self._open(path)  # held by name: the last reader closes it
             data = os.pread(file.descriptor, size, offset)
@@ -70,9 +64,8 @@ class LocalStore(Store):
                 data += more
             return Fetched(data, os.fstat(file.descriptor).st_size, None)
 
-    def put(self, path: str, data: PutData) -> None:
+    def put(self, path: str, data: bytes | Path) -> None:
         """Write to a temporary file in the same folder, flush to disk, then rename over the target."""
-        check_put(data)
         target = self._path(path)
         with _translated(self.url(path)):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +73,11 @@ class LocalStore(Store):
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 with os.fdopen(descriptor, "wb") as file:
-                    _copy_into(file, data)
+                    if isinstance(data, bytes):
+                        file.write(data)
+                    else:
+                        with data.open("rb") as source:
+                            shutil.copyfileobj(source, file, _COPY_BYTES)
                     file.flush()
                     os.fsync(file.fileno())
                 temporary.replace(target)
@@ -91,7 +88,7 @@ class LocalStore(Store):
         self._open_files.pop(path, None)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield the files whose path begins with `prefix`, sorted; unfinished writes are left out."""
+        """Yield the files; unfinished writes are left out."""
         found: list[ObjectInfo] = []
         for folder, _, names in os.walk(self.root):
             for name in names:
@@ -103,12 +100,10 @@ class LocalStore(Store):
         yield from sorted(found, key=lambda info: info.path)
 
     def head(self, path: str) -> ObjectInfo:
-        """Return the file's size."""
         with _translated(self.url(path)):
             return ObjectInfo(path, self._path(path).stat().st_size, None)
 
     def delete(self, path: str) -> None:
-        """Remove the file."""
         with _translated(self.url(path)):
             self._path(path).unlink()
         self._open_files.pop(path, None)
@@ -128,70 +123,6 @@ class LocalStore(Store):
         return file
 
 
-class MemoryStore(Store):
-    """A dict of objects. Two stores with one URL see the same objects; another process sees a copy, or none."""
-
-    def __init__(self, url: str) -> None:
-        self.root = url.rstrip("/") if not url.endswith("://") else url
-        self._objects = _MEMORY.setdefault(self.root, {})
-
-    def __reduce__(self) -> tuple[type[MemoryStore], tuple[str]]:
-        return type(self), (self.root,)
-
-    def get(self, path: str) -> bytes:
-        """Return a whole object."""
-        try:
-            return self._objects[self.check_path(path)]
-        except KeyError:
-            raise NotFoundError(
-                f"There is no object {self.url(path)} in this process's memory. Put it there first."
-            ) from None
-
-    def fetch(self, path: str, offset: int, size: int) -> Fetched:
-        """Return one range with size and etag."""
-        data = self.get(path)
-        return Fetched(memoryview(data)[offset : offset + size], len(data), self.head(path).etag)
-
-    def put(self, path: str, data: PutData) -> None:
-        """Keep a copy of the data."""
-        self._objects[self.check_path(path)] = content_of(data)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield the objects whose path begins with `prefix`, sorted."""
-        for path in sorted(self._objects):
-            if path.startswith(prefix):
-                yield self.head(path)
-
-    def head(self, path: str) -> ObjectInfo:
-        """Return size and etag."""
-        data = self.get(path)
-        return ObjectInfo(path, len(data), hashlib.sha256(data).hexdigest()[:16])
-
-    def delete(self, path: str) -> None:
-        """Remove one object."""
-        self.get(path)
-        del self._objects[path]
-
-
-def content_of(data: PutData) -> bytes:
-    """Return what is to be written as bytes."""
-    check_put(data)
-    if isinstance(data, (bytes, bytearray, memoryview)):
-        return bytes(data)
-    return Path(data).read_bytes() if isinstance(data, os.PathLike) else data.read()
-
-
-def _copy_into(file: IO[bytes], data: PutData) -> None:
-    """Write bytes, a stream or a local file into an open file."""
-    if isinstance(data, (bytes, bytearray, memoryview)):
-        file.write(data)
-    elif isinstance(data, os.PathLike):
-        with Path(data).open("rb") as source:
-            shutil.copyfileobj(source, file, _COPY_BYTES)
-    else:
-        shutil.copyfileobj(data, file, _COPY_BYTES)
-
-
 def _sync_folder(folder: Path) -> None:
     """Make a rename survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -208,6 +139,10 @@ def _translated(url: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise NotFoundError(f"There is no file {url}. Check the path, and that the disk is mounted here.") from error
+    except NotADirectoryError as error:
+        raise NotFoundError(
+            f"There is no {url}, because a part of that path is a file and not a folder. Give the folder that holds it."
+        ) from error
     except PermissionError as error:
         raise AccessError(f"{url} may not be opened by this user ({error.strerror}). Check its mode.") from error
     except OSError as error:

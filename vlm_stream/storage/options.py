@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from vlm_stream.errors import ConfigError
 
-__all__ = ["ReadOptions", "RetryOptions", "StoreOptions"]
-
 KB = 1024
 MB = 1024 * KB
 
 
-def _check(owner: str, name: str, value: float | None, low: float) -> None:
+def _check(owner: object, **least: float) -> None:
     """Raise when a number is below the least that means anything."""
-    if value is not None and not value >= low:
-        raise ConfigError(f"{owner}.{name} is {value}, but must be at least {low:g}.")
+    for name, low in least.items():
+        value = getattr(owner, name)
+        if not value >= low:
+            raise ConfigError(f"{type(owner).__name__}.{name} is {value}, but must be at least {low:g}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,7 @@ class RetryOptions:
     """A read that is not whole after this long fails, whatever retries are left."""
 
     def __post_init__(self) -> None:
-        _check("RetryOptions", "max_retries", self.max_retries, 0)
-        _check("RetryOptions", "backoff_s", self.backoff_s, 0)
-        _check("RetryOptions", "max_backoff_s", self.max_backoff_s, self.backoff_s)
-        _check("RetryOptions", "deadline_s", self.deadline_s, 0.001)
+        _check(self, max_retries=0, backoff_s=0, max_backoff_s=self.backoff_s, deadline_s=0.001)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,28 +64,26 @@ class StoreOptions:
     retry: RetryOptions = RetryOptions()
 
     def __post_init__(self) -> None:
-        _check("StoreOptions", "connect_timeout_s", self.connect_timeout_s, 0.001)
-        _check("StoreOptions", "read_timeout_s", self.read_timeout_s, 0.001)
-        if self.endpoint is not None:
-            if not self.endpoint.startswith(("http://", "https://")):
-                raise ConfigError(
-                    f"StoreOptions.endpoint is '{self.endpoint}'; it must begin with http:// or https://."
-                )
-            if "@" in self.endpoint:
-                raise ConfigError(
-                    "StoreOptions.endpoint holds a user or password; credentials come from the environment, "
-                    "the profile or the instance role. Remove the part before '@'."
-                )
-            if self.endpoint.startswith("http://") and not self.allow_http:
-                raise ConfigError(
-                    f"StoreOptions.endpoint is '{self.endpoint}', which is not encrypted. "
-                    f"Use https://, or set allow_http where the network is trusted."
-                )
+        _check(self, connect_timeout_s=0.001, read_timeout_s=0.001)
+        if self.endpoint is None:
+            return
+        if not self.endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"StoreOptions.endpoint is '{self.endpoint}'; it must begin with http:// or https://.")
+        if "@" in self.endpoint:
+            raise ConfigError(
+                "StoreOptions.endpoint holds a user or password; credentials come from the environment, "
+                "the profile or the instance role. Remove the part before '@'."
+            )
+        if self.endpoint.startswith("http://") and not self.allow_http:
+            raise ConfigError(
+                f"StoreOptions.endpoint is '{self.endpoint}', which is not encrypted. "
+                f"Use https://, or set allow_http where the network is trusted."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How to merge, how many requests at a time, what to check."""
+    """How to merge, how many requests at a time. What users may set of it is checked by `StreamOptions`."""
 
     max_inflight: int = 32
     """Requests to remote stores at a time."""
@@ -100,8 +95,6 @@ class ReadOptions:
     """No request is larger; a larger sample is read in parts."""
     whole_shard_fraction: float = 0.9
     """When this much of a remote shard is wanted at once, all of it is read, in parts, whatever the gaps."""
-    missing_is_bad: bool = False
-    """Samples of a missing shard are bad samples. Otherwise a missing shard is an error."""
     requests_per_s: float | None = None
     """Budget of this process. None: none."""
     bytes_per_s: float | None = None
@@ -112,19 +105,5 @@ class ReadOptions:
     """Most bytes that the cache may hold; needed with cache_dir. It should hold the shards of one shuffle group."""
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("max_inflight", 1),
-            ("max_gap_bytes", 0),
-            ("max_amplification", 1),
-            ("max_request_bytes", 1),
-            ("requests_per_s", 0.001),
-            ("bytes_per_s", 1),
-            ("cache_bytes", 1),
-        ):
-            _check("ReadOptions", name, getattr(self, name), low)
-        if not 0 < self.whole_shard_fraction <= 1:
-            raise ConfigError(
-                f"ReadOptions.whole_shard_fraction is {self.whole_shard_fraction}, but must lie in (0, 1]."
-            )
         if (self.cache_dir is None) != (self.cache_bytes is None):
             raise ConfigError("ReadOptions.cache_dir and cache_bytes belong together: set both or neither.")

@@ -1,47 +1,145 @@
 """Spans in, samples out: the reader that a builder holds.
 
-`begin` merges the spans of one batch into requests and starts them; `Reading.results` waits, checks the bytes and cuts
-them into members. Nothing is read ahead across batches: the caller of `begin` decides how many bytes are under way.
+`SpanReader.begin` merges the spans of one batch into requests and starts them; `Reading.results` waits, checks the
+bytes and cuts them into members. Nothing is read ahead across batches: the caller of `begin` decides how many bytes are
+under way. `_Engine` runs the requests: remote ones on the event loop, files in a few threads, shards that pass through
+the node cache in threads that wait for the network. It belongs to one process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
+import threading
 import time
 from collections import deque
-from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Union
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Union
 
 from vlm_stream.errors import BadSampleError, NotFoundError, StorageError
-from vlm_stream.storage.engine import Engine, ReadMetrics, ReadTotals
+from vlm_stream.storage.cache import ShardDownloads
 from vlm_stream.storage.options import ReadOptions
-from vlm_stream.storage.spans import check_unchanged, open_sample, plan_requests
+from vlm_stream.storage.spans import RangeRequest, check_unchanged, open_sample, plan_requests
+from vlm_stream.storage.store import Fetched, Store, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from concurrent.futures import Future
-    from types import TracebackType
+    from collections.abc import Callable, Mapping, Sequence
 
     from vlm_stream.storage.options import StoreOptions
-    from vlm_stream.storage.spans import RangeRequest, Span
-    from vlm_stream.storage.store import Fetched
-
-__all__ = ["Reading", "SpanReader", "SpanResult"]
+    from vlm_stream.storage.spans import Span
 
 SpanResult = Union["Mapping[str, memoryview]", BadSampleError]
+
+_FILE_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTotals:
+    """The counters of a reader at one moment."""
+
+    requests: int = 0
+    """Asked of a store, each counted once however often its client tried; a `pread` of a local file counts too."""
+    samples: int = 0
+    """Handed out, bad ones included."""
+    bad_samples: int = 0
+    bytes_wanted: int = 0
+    """Of the samples that were handed out."""
+    bytes_read: int = 0
+    """That came over the wire or from a local dataset, used or not; reads of the node cache are not counted."""
+    retries: int = 0
+    """Reads begun again because a store throttled for longer than its client's own retries, which are not counted."""
+    rereads: int = 0
+    """Spans read once more because their checksum did not match."""
+    cache_hits: int = 0
+    """Requests that found their shard in the node cache, or got it from another's download."""
+    cache_downloads: int = 0
+    """Whole shards that this process brought into the node cache."""
+    queue_wait_s: float = 0.0
+    """Time that the consumer waited for bytes."""
+
+
+class ReadMetrics:
+    """Adds up from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, Any] = {field.name: 0 for field in fields(ReadTotals)}
+
+    def add(self, **amounts: float) -> None:
+        """Raise counters by name."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._counts[name] += amount
+
+    def totals(self) -> ReadTotals:
+        """Return the counters as they are now."""
+        with self._lock:
+            return ReadTotals(**self._counts)
+
+
+class SpanReader:
+    """Reads spans of any number of stores. Use it as a context manager; it may be pickled."""
+
+    def __init__(self, options: ReadOptions | None = None, store_options: StoreOptions | None = None) -> None:
+        """Keep the options; threads and connections begin with the first read.
+
+        Args:
+            options: How to merge, how many requests at a time.
+            store_options: How to open the stores that the spans name.
+        """
+        self._options = options or ReadOptions()
+        self._store_options = store_options
+        self._metrics = ReadMetrics()
+        self._engine: _Engine | None = None
+        self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[type[SpanReader], tuple[object, ...]]:
+        """Travel to another process without threads, connections and counts."""
+        return type(self), (self._options, self._store_options)
+
+    def __enter__(self) -> SpanReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def metrics(self) -> ReadTotals:
+        """Return what was read so far, in this process."""
+        self._renew_after_fork()
+        return self._metrics.totals()
+
+    def begin(self, spans: Sequence[Span]) -> Reading:
+        """Start to read some spans and return at once; requests that began earlier are served earlier."""
+        self._renew_after_fork()
+        if self._engine is None:
+            self._engine = _Engine(self._options, self._store_options, self._metrics)
+        return Reading(spans, self._engine)
+
+    def close(self) -> None:
+        """Stop what is under way, end the threads, close the connections. A later read starts again."""
+        engine, self._engine = self._engine, None
+        if engine is not None and self._pid == os.getpid():
+            engine.close()
+
+    def _renew_after_fork(self) -> None:
+        """Drop what a child cannot use: the parent's threads, and a lock that one of them may have held."""
+        if self._pid != os.getpid():
+            self._pid, self._engine, self._metrics = os.getpid(), None, ReadMetrics()
 
 
 class Reading:
     """The spans of one `begin`, being read in the background."""
 
-    def __init__(self, spans: Sequence[Span], engine: Engine, options: ReadOptions) -> None:
+    def __init__(self, spans: Sequence[Span], engine: _Engine) -> None:
         self._spans = list(spans)
         self._engine = engine
-        self._missing_is_bad = options.missing_is_bad
         self._requests: deque[tuple[RangeRequest, Future[Fetched]]] = deque()
         """Those whose bytes were not taken yet."""
         self._is_over = False
-        for request in plan_requests(self._spans, options):
+        for request in plan_requests(self._spans, engine.options):
             self._requests.append((request, engine.submit(request)))
 
     def results(self) -> list[SpanResult]:
@@ -49,8 +147,7 @@ class Reading:
 
         Raises:
             ChangedObjectError: A shard was replaced by another than the manifest describes. (One that was cut short
-                gives bad samples.)
-            NotFoundError: A shard is not there, and `missing_is_bad` is off.
+                or is missing gives bad samples.)
             StorageError: Bytes could not be read, after all retries; or the reading was cancelled.
         """
         begun_s = time.perf_counter()
@@ -61,12 +158,15 @@ class Reading:
                 raise CancelledError
             while self._requests:
                 request, future = self._requests.popleft()
-                fetched = self._wait(request, future)
+                try:
+                    fetched = future.result()
+                except NotFoundError as error:
+                    bad = BadSampleError("read", "missing_shard", f"{error} The sample is left out.")
+                    missing |= dict.fromkeys(request.spans, bad)
+                    continue
+                check_unchanged(request, fetched)
                 for position in request.spans:
-                    if isinstance(fetched, BadSampleError):
-                        missing[position] = fetched
-                    else:
-                        parts[position].append(_part_of(self._spans[position], request, fetched))
+                    parts[position].append(_part_of(self._spans[position], request, fetched))
         except CancelledError:
             raise StorageError(
                 "The reading was cancelled, or its reader closed, before its samples were there; or they were taken "
@@ -94,17 +194,6 @@ class Reading:
             future.cancel()
         self._requests.clear()  # an outcome may hold a connection
 
-    def _wait(self, request: RangeRequest, future: Future[Fetched]) -> Fetched | BadSampleError:
-        """Return what a request brings, from a shard that is still the one that was indexed."""
-        try:
-            fetched = future.result()
-        except NotFoundError as error:
-            if not self._missing_is_bad:
-                raise
-            return BadSampleError("read", "missing_shard", f"{error} The sample is left out.")
-        check_unchanged(request, fetched)
-        return fetched
-
     def _open(self, span: Span, parts: list[memoryview]) -> SpanResult:
         """Check and cut one sample; read it once more where its bytes look damaged."""
         result = open_sample(span, parts[0] if len(parts) == 1 else memoryview(b"".join(parts)))
@@ -115,60 +204,127 @@ class Reading:
         return result
 
 
-class SpanReader:
-    """Reads spans of any number of stores. Use it as a context manager; it may be pickled."""
-
-    def __init__(self, options: ReadOptions | None = None, store_options: StoreOptions | None = None) -> None:
-        """Keep the options; threads and connections begin with the first read.
-
-        Args:
-            options: How to merge, what to check, how many requests at a time.
-            store_options: How to open the stores that the spans name.
-        """
-        self._options = options or ReadOptions()
-        self._store_options = store_options
-        self._metrics = ReadMetrics()
-        self._engine: Engine | None = None
-        self._pid = os.getpid()
-
-    def __reduce__(self) -> tuple[type[SpanReader], tuple[object, ...]]:
-        """Travel to another process without threads, connections and counts."""
-        return type(self), (self._options, self._store_options)
-
-    def __enter__(self) -> SpanReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def metrics(self) -> ReadTotals:
-        """Return what was read so far, in this process."""
-        self._renew_after_fork()
-        return self._metrics.totals()
-
-    def begin(self, spans: Sequence[Span]) -> Reading:
-        """Start to read some spans and return at once; requests that began earlier are served earlier."""
-        self._renew_after_fork()
-        if self._engine is None:
-            self._engine = Engine(self._options, self._store_options, self._metrics)
-        return Reading(spans, self._engine, self._options)
-
-    def close(self) -> None:
-        """Stop what is under way, end the threads, close the connections. A later read starts again."""
-        engine, self._engine = self._engine, None
-        if engine is not None and self._pid == os.getpid():
-            engine.close()
-
-    def _renew_after_fork(self) -> None:
-        """Drop what a child cannot use: the parent's threads, and a lock that one of them may have held."""
-        if self._pid != os.getpid():
-            self._pid, self._engine, self._metrics = os.getpid(), None, ReadMetrics()
-
-
 def _part_of(span: Span, request: RangeRequest, fetched: Fetched) -> memoryview:
     """Return those bytes of a request that belong to a span, which may be longer than the request."""
     begin = max(span.offset - request.offset, 0)
     return memoryview(fetched.data)[begin : max(span.offset + span.size - request.offset, 0)]
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """A rate with one second of burst. Amounts larger than the burst are paid off by waiting afterwards."""
+
+    rate: float
+    level: float = 0.0
+    """Tokens at `time_s`; negative is debt."""
+    time_s: float = float("-inf")
+
+    def take(self, amount: float, now_s: float) -> float:
+        """Take tokens and return the seconds to wait before using them."""
+        grown = self.level + (now_s - self.time_s) * self.rate
+        self.level = min(self.rate, grown) - amount
+        self.time_s = now_s
+        return max(0.0, -self.level / self.rate)
+
+
+# Budgets hold for the process: readers with the same rate draw from one bucket, all on one event loop.
+_BUCKETS: dict[tuple[str, float], TokenBucket] = {}
+
+
+class _Engine:
+    """Runs requests against any number of stores."""
+
+    def __init__(self, options: ReadOptions, store_options: StoreOptions | None, metrics: ReadMetrics) -> None:
+        self.options = options
+        self.metrics = metrics
+        self._store_options = store_options
+        self._stores: dict[str, Store] = {}
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._slots = asyncio.Semaphore(options.max_inflight)
+        self._under_way: set[Future[Fetched]] = set()
+        self._closing = threading.Event()
+        self._downloads = None
+        if options.cache_dir is not None:
+            self._downloads = ShardDownloads(options, metrics, self._start, self._sleep)
+
+    def submit(self, request: RangeRequest) -> Future[Fetched]:
+        """Start a request; those submitted earlier start earlier."""
+        store = self._store(request.root)
+        if not hasattr(store, "fetch_async"):
+            return self._pool("files", _FILE_THREADS).submit(self._fetch_file, store, request)
+        if self._downloads is not None:
+            pool = self._pool("cached", self.options.max_inflight)
+            return pool.submit(self._fetch_cached, self._downloads, store, request)
+        return self._start(store, request.path, request.offset, request.size)
+
+    def read_again(self, span: Span) -> Fetched:
+        """Read a span whose bytes were found wrong: past the cache, which loses the shard."""
+        self.metrics.add(rereads=1)
+        store = self._store(span.root)
+        request = RangeRequest(span.root, span.path, span.offset, span.size, (0,), span.shard_size, span.etag)
+        if not hasattr(store, "fetch_async"):
+            return self._fetch_file(store, request)
+        if self._downloads is not None:
+            self._downloads.discard(store, request)
+        fetched = self._start(store, request.path, request.offset, request.size).result()
+        if fetched.object_size is None:  # the range lies past the end, and the store did not say where that is
+            info = store.head(span.path)
+            fetched = Fetched(fetched.data, info.size, info.etag)
+        return fetched
+
+    def close(self) -> None:
+        """Cancel what is under way and wait until every thread has ended."""
+        self._closing.set()
+        for future in list(self._under_way):
+            future.cancel()
+        if sys.is_finalizing():  # the reader was never closed: the interpreter has ended the threads already
+            return
+        for pool in self._pools.values():
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._stores.clear()
+
+    def _start(self, store: Any, path: str, offset: int, size: int) -> Future[Fetched]:
+        """Start one range of a remote store on the event loop."""
+        from vlm_stream.storage.remote import in_background
+
+        future = in_background(self._fetch_remote, store.fetch_async, path, offset, size)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        if self._closing.is_set():  # closed meanwhile, by another thread
+            future.cancel()
+        return future
+
+    async def _fetch_remote(self, fetch: Callable[..., Any], path: str, offset: int, size: int) -> Fetched:
+        rates = (("requests", self.options.requests_per_s, 1), ("bytes", self.options.bytes_per_s, size))
+        for name, rate, amount in rates:
+            if rate is not None:
+                bucket = _BUCKETS.setdefault((name, rate), TokenBucket(rate))
+                await asyncio.sleep(bucket.take(amount, time.monotonic()))
+        async with self._slots:
+            fetched: Fetched = await fetch(path, offset, size)
+        self.metrics.add(requests=1, bytes_read=len(fetched.data), retries=fetched.num_retries)
+        return fetched
+
+    def _fetch_cached(self, downloads: ShardDownloads, store: Store, request: RangeRequest) -> Fetched:
+        found = downloads.read(store, request)
+        return found or self._start(store, request.path, request.offset, request.size).result()
+
+    def _fetch_file(self, store: Store, request: RangeRequest) -> Fetched:
+        fetched = store.fetch(request.path, request.offset, request.size)
+        self.metrics.add(requests=1, bytes_read=len(fetched.data))
+        return fetched
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait, unless the reader is closed meanwhile."""
+        if self._closing.wait(seconds):
+            raise CancelledError
+
+    def _pool(self, name: str, num_threads: int) -> ThreadPoolExecutor:
+        if name not in self._pools:
+            self._pools[name] = ThreadPoolExecutor(num_threads, thread_name_prefix="vlm-stream-read")
+        return self._pools[name]
+
+    def _store(self, root: str) -> Store:
+        if root not in self._stores:
+            self._stores[root] = open_store(root, self._store_options)
+        return self._stores[root]

@@ -1,7 +1,10 @@
 """S3, GCS, Azure and plain web servers as stores, through obstore.
 
 obstore retries with backoff, resumes a body that broke off at its byte, and limits the time to connect and to wait for
-a byte. Added here: a deadline for a whole read, patience with a store that throttles, and the error tree.
+a byte. Added here: a deadline for a whole read, patience with a store that throttles, and the error tree: what the
+client raises -> what kind of fault it is -> the sentence that people read. The client's message is the only place where
+a status code can be found; its debug dump is cut off, and URLs lose their query: a signed one would carry a secret into
+a log.
 
 Requests run on one event loop of the process, in a thread of its own, so that every one can be cancelled at any time.
 """
@@ -12,23 +15,30 @@ import asyncio
 import atexit
 import os
 import random
+import re
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
-from vlm_stream.errors import ConfigError, StorageError, VlmStreamError
+from vlm_stream.errors import (
+    AccessError,
+    ChangedObjectError,
+    ConfigError,
+    NotFoundError,
+    StorageError,
+    VlmStreamError,
+)
 from vlm_stream.storage.credentials import client_settings
-from vlm_stream.storage.faults import Fault, error_of, fault_of
 from vlm_stream.storage.options import StoreOptions
-from vlm_stream.storage.store import Fetched, ObjectInfo, PutData, Store, check_put, scheme_of
+from vlm_stream.storage.store import Fetched, ObjectInfo, Store, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator
     from concurrent.futures import Future
-
-__all__ = ["ObjectStore", "in_background"]
+    from pathlib import Path
 
 T = TypeVar("T")
 _PART_BYTES = 16 * 1024 * 1024
@@ -75,7 +85,6 @@ class ObjectStore(Store):
     """Objects under a URL of a remote store. The client is built at the first request."""
 
     def __init__(self, url: str, options: StoreOptions | None = None) -> None:
-        """Check the URL; nothing is opened yet."""
         self._options = options or StoreOptions()
         self.root = url.rstrip("/")
         self._is_web = scheme_of(url) in ("http", "https")
@@ -90,27 +99,21 @@ class ObjectStore(Store):
         return f"ObjectStore({self.root!r})"
 
     def get(self, path: str) -> bytes:
-        """Return a whole object."""
         return bytes(_wait(self._get, self.check_path(path), None).data)
 
     def fetch(self, path: str, offset: int, size: int) -> Fetched:
-        """Return one range with the object's size and etag."""
         return _wait(self.fetch_async, self.check_path(path), offset, size)
 
     async def fetch_async(self, path: str, offset: int, size: int) -> Fetched:
-        """Do the same on the event loop."""
         if size == 0:  # there is no way to ask for nothing
             return Fetched(b"", None, None)
         return await self._get(path, (offset, offset + size))
 
-    def put(self, path: str, data: PutData) -> None:
-        """Write an object, in parts when it is large; it appears once all of them are there."""
-        check_put(data)
-        content = bytes(data) if isinstance(data, (bytearray, memoryview)) else data
-        _wait(self._once, path, lambda obs, client: obs.put_async(client, path, content, chunk_size=_PART_BYTES))
+    def put(self, path: str, data: bytes | Path) -> None:
+        # In parts when it is large; it appears once all of them are there.
+        _wait(self._once, path, lambda obs, client: obs.put_async(client, path, data, chunk_size=_PART_BYTES))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield every object whose path begins with `prefix`."""
         if self._is_web:
             raise StorageError(
                 f"{self.root} is a plain web server, which cannot list its files. Name the files: the manifest does."
@@ -130,13 +133,11 @@ class ObjectStore(Store):
                     yield _info_of(meta["path"], meta)
 
     def head(self, path: str) -> ObjectInfo:
-        """Return size and etag."""
         self.check_path(path)
         return _info_of(path, _wait(self._patiently, path, lambda obs, client: obs.head_async(client, path)))
 
     def delete(self, path: str) -> None:
-        """Remove one object; object stores do not say whether it was there, so that is asked first."""
-        self.head(path)
+        self.head(path)  # object stores do not say whether it was there
         _wait(self._once, path, lambda obs, client: obs.delete_async(client, path))
 
     async def _get(self, path: str, bounds: tuple[int, int] | None) -> Fetched:
@@ -257,3 +258,117 @@ def _check_url(root: str) -> None:
             f"The URL {parts.scheme}://{parts.netloc}{parts.path} has a query or fragment, which stores do not take. "
             f"Give the folder that holds the dataset."
         )
+
+
+FaultKind: TypeAlias = Literal[
+    "throttled",  # 429, 503
+    "transient",  # timeouts, resets, other 5xx, broken bodies
+    "missing",  # 404
+    "refused",  # 401, 403, 400
+    "changed",  # 412
+    "past_end",  # 416
+    "untrusted",  # the server's certificate
+    "no_ranges",  # the server sends whole objects only
+    "unknown",
+]
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_QUERY = re.compile(r"(://[^\s?\"']+)\?[^\s\"']+")
+_CAUSE = re.compile(
+    r'message: "([^"]+)"|"((?:dns|tcp connect) error)"|(InvalidCertificate)|(TimedOut|IncompleteMessage)'
+)
+_MAX_TEXT = 400
+_BY_NAME: dict[str, FaultKind] = {
+    "PermissionDeniedError": "refused",
+    "UnauthenticatedError": "refused",
+    "PreconditionError": "changed",
+    "NotSupportedError": "no_ranges",
+}
+_BY_STATUS: dict[int, FaultKind] = {404: "missing", 408: "transient", 412: "changed", 416: "past_end"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What went wrong with one call."""
+
+    kind: FaultKind
+    text: str
+    """What the store said, fit for a log."""
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Return what an exception of obstore means."""
+    text = _clean(str(error))
+    if isinstance(error, FileNotFoundError):
+        return Fault("missing", text)
+    status = _STATUS.search(text)
+    if status:
+        return fault_of_status(int(status.group(1)), text)
+    name = type(error).__name__
+    if name in _BY_NAME:
+        return Fault(_BY_NAME[name], text)
+    if "non-partial response" in text:
+        return Fault("no_ranges", text)
+    if "InvalidCertificate" in text:
+        return Fault("untrusted", text)
+    if "HTTP error" in text or isinstance(error, (TimeoutError, ConnectionError)):
+        return Fault("transient", text)
+    return Fault("unknown", text)
+
+
+def fault_of_status(status: int, text: str) -> Fault:
+    """Return what an HTTP status means; some codes of S3 that pass come with a 400 or 403."""
+    if status in (429, 503) or "SlowDown" in text:
+        return Fault("throttled", text)
+    if status >= 500 or "RequestTimeout" in text or "ThrottlingException" in text:
+        return Fault("transient", text)
+    return Fault(_BY_STATUS.get(status, "refused"), text)
+
+
+_SENTENCES: dict[FaultKind, tuple[type[VlmStreamError], str]] = {
+    "missing": (
+        NotFoundError,
+        "There is nothing at {url}. Check the bucket, the path and the endpoint. The store said: {text}",
+    ),
+    "refused": (
+        AccessError,
+        "The store refused the request for {url}. Check the credentials (environment, profile or instance role), "
+        "their rights on this path, the region and the clock; public data may need anonymous=True. "
+        "The store said: {text}",
+    ),
+    "changed": (
+        ChangedObjectError,
+        "{url} was replaced while it was being read. Bytes of two versions must not be mixed; "
+        "read the dataset again once it is at rest. The store said: {text}",
+    ),
+    "untrusted": (
+        StorageError,
+        "The certificate of the server of {url} is not trusted, so nothing is read from it. Check the host name "
+        "and the clock; for a private authority set ca_file. The client said: {text}",
+    ),
+    "no_ranges": (
+        StorageError,
+        "The server of {url} does not serve byte ranges, and samples are read as ranges. "
+        "Use a server that answers 'Range' with 206, or copy the dataset. It said: {text}",
+    ),
+    "unknown": (StorageError, "{url} could not be read or written. The store said: {text}"),
+}
+_SENTENCES["throttled"] = _SENTENCES["transient"] = (
+    StorageError,
+    "{url} could not be read or written in {seconds:.1f} s, with retries. Check the network and the state of "
+    "the store, or raise max_retries and deadline_s. The last answer: {text}",
+)
+
+
+def error_of(fault: Fault, url: str, seconds: float) -> VlmStreamError:
+    """Return the error that tells people what happened at `url`, and what to check."""
+    kind, sentence = _SENTENCES.get(fault.kind, _SENTENCES["unknown"])
+    return kind(sentence.format(url=url, text=fault.text, seconds=seconds))
+
+
+def _clean(text: str) -> str:
+    """Return the first sentence of a client's message, with the innermost cause out of its debug dump."""
+    sentence, _, dump = text.partition("\n\nDebug source")
+    causes = [next(filter(None, match.groups())) for match in _CAUSE.finditer(dump)]
+    sentence = _QUERY.sub(r"\1?...", " ".join(sentence.split()))[:_MAX_TEXT]
+    return f"{sentence} ({causes[-1]})" if causes else sentence

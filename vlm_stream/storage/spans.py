@@ -25,17 +25,6 @@ if TYPE_CHECKING:
     from vlm_stream.storage.options import ReadOptions
     from vlm_stream.storage.store import Buffer, Fetched
 
-__all__ = [
-    "Member",
-    "RangeRequest",
-    "Span",
-    "check_unchanged",
-    "check_unchanged_object",
-    "crc32c_of",
-    "open_sample",
-    "plan_requests",
-]
-
 
 class Member(NamedTuple):
     """One file of a sample inside its shard."""
@@ -76,15 +65,6 @@ class RangeRequest(NamedTuple):
     """Positions of the spans that need these bytes."""
     shard_size: int | None = None
     etag: str | None = None
-
-
-class _Limits(NamedTuple):
-    """How far the spans of one shard are merged."""
-
-    max_gap: float
-    """Unwanted bytes between two spans."""
-    max_amplification: float
-    """Bytes read per byte wanted."""
 
 
 def plan_requests(spans: Sequence[Span], options: ReadOptions) -> list[RangeRequest]:
@@ -131,14 +111,15 @@ def _plan_shard(spans: Sequence[Span], positions: list[int], options: ReadOption
     return requests
 
 
-def _limits(spans: list[Span], options: ReadOptions) -> _Limits:
+def _limits(spans: list[Span], options: ReadOptions) -> tuple[float, float]:
+    """Return how many unwanted bytes may lie between two spans, and how many may be read per byte wanted."""
     if scheme_of(spans[0].root) == "file":  # one more request costs less than to copy a gap
-        return _Limits(0, float("inf"))
+        return 0, float("inf")
     wanted = {span.offset: span.size for span in spans}
     shard_size = spans[0].shard_size
     if shard_size and sum(wanted.values()) >= options.whole_shard_fraction * shard_size:
-        return _Limits(float("inf"), float("inf"))
-    return _Limits(options.max_gap_bytes, options.max_amplification)
+        return float("inf"), float("inf")
+    return options.max_gap_bytes, options.max_amplification
 
 
 def _request(span: Span, begin: int, end: int, positions: list[int]) -> RangeRequest:

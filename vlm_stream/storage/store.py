@@ -1,17 +1,19 @@
-"""URLs, the one interface to bytes at rest, and `open_store`: a URL in, a store out, chosen by scheme.
+"""URLs, the one interface to bytes at rest, `open_store` (a URL in, a store out, chosen by scheme), `ObjectReader`.
 
 A store knows paths, bytes, sizes and etags. It must not know tars, samples or plans.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from abc import ABC, abstractmethod
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from urllib.parse import unquote, urlsplit
+
+import crc32c
 
 from vlm_stream.errors import ConfigError, nearest_name
 
@@ -20,24 +22,11 @@ if TYPE_CHECKING:
 
     from vlm_stream.storage.options import StoreOptions
 
-__all__ = [
-    "Buffer",
-    "Fetched",
-    "ObjectInfo",
-    "PutData",
-    "Store",
-    "check_put",
-    "join_url",
-    "local_path",
-    "open_store",
-    "scheme_of",
-    "split_url",
-]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-PutData: TypeAlias = "bytes | bytearray | memoryview | IO[bytes] | os.PathLike[str]"
 
 _REMOTE = ("s3", "gs", "az", "http", "https")
+_REQUEST_BYTES = 8 << 20
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
@@ -140,8 +129,8 @@ class Store(ABC):
         """Return one range together with the object's size and etag."""
 
     @abstractmethod
-    def put(self, path: str, data: PutData) -> None:
-        """Write an object: it appears whole or not at all. A `Path` is a local file to upload."""
+    def put(self, path: str, data: bytes | Path) -> None:
+        """Write an object: it appears whole or not at all. A `Path` is a local file to copy."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -165,20 +154,12 @@ class Store(ABC):
         return path
 
 
-def check_put(data: PutData) -> None:
-    """Refuse what cannot be written."""
-    if not (isinstance(data, (bytes, bytearray, memoryview, os.PathLike)) or hasattr(data, "read")):
-        raise ConfigError(
-            f"put() was given {type(data).__name__}, which holds no bytes; give bytes, a binary file or a Path."
-        )
-
-
 def open_store(url: str, options: StoreOptions | None = None) -> Store:
     """Return the store at `url`; nothing is read yet, so this neither waits nor fails on the network.
 
     Args:
-        url: A path, `file://`, `memory://name`, `s3://bucket/...`, `gs://bucket/...`, `az://container/...`,
-            `http(s)://...` or `hf://datasets/owner/name...`.
+        url: A path, `file://`, `s3://bucket/...`, `gs://bucket/...`, `az://container/...`, `http(s)://...` or
+            `hf://datasets/owner/name...`.
         options: Endpoint, region, timeouts and such; local stores need none.
     """
     scheme = scheme_of(url)
@@ -186,10 +167,6 @@ def open_store(url: str, options: StoreOptions | None = None) -> Store:
         from vlm_stream.storage.local import LocalStore
 
         return LocalStore(url)
-    if scheme == "memory":
-        from vlm_stream.storage.local import MemoryStore
-
-        return MemoryStore(url)
     if scheme in _REMOTE:
         from vlm_stream.storage.remote import ObjectStore
 
@@ -198,5 +175,69 @@ def open_store(url: str, options: StoreOptions | None = None) -> Store:
         from vlm_stream.storage.hub import HubStore
 
         return HubStore(url, options)
-    known = ["file", "memory", "hf", *_REMOTE]
+    known = ["file", "hf", *_REMOTE]
     raise ConfigError(f"No store is known for '{scheme}://' (in {url}): {nearest_name(scheme, known)}")
+
+
+class ObjectReader:
+    """One object from front to back, in large requests, one ahead, with a checksum on the way. Use it with `with`."""
+
+    def __init__(self, store: Store, path: str, size: int) -> None:
+        """Start at the first of the object's `size` bytes."""
+        self.position = 0
+        self._store, self._path, self._size = store, path, size
+        self._crc = 0
+        self._chunk = b""
+        self._used = 0
+        self._asked = 0
+        self._pool = ThreadPoolExecutor(1)
+        self._next: Future[bytes] | None = None
+        self._ask()
+
+    def __enter__(self) -> ObjectReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def read(self, size: int) -> bytes:
+        """Return the next `size` bytes, fewer only at the end of the object."""
+        parts = []
+        while size > 0:
+            if self._used == len(self._chunk) and not self._advance():
+                break
+            part = self._chunk[self._used : self._used + size]
+            self._used += len(part)
+            self.position += len(part)
+            size -= len(part)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def skip_to(self, offset: int) -> None:
+        """Read on up to `offset`, which lies ahead."""
+        while self.position < offset and self.read(min(offset - self.position, _REQUEST_BYTES)):
+            pass
+
+    def finish(self) -> int:
+        """Read what is left; return the crc32c of the whole object."""
+        while self._advance():
+            self.position += len(self._chunk)
+        return self._crc
+
+    def _ask(self) -> None:
+        """Start the next request, so that it is under way while this chunk is worked on."""
+        size = min(_REQUEST_BYTES, self._size - self._asked)
+        self._next = self._pool.submit(self._fetch, self._asked, size) if size > 0 else None
+        self._asked += max(size, 0)
+
+    def _fetch(self, offset: int, size: int) -> bytes:
+        return bytes(self._store.fetch(self._path, offset, size).data)
+
+    def _advance(self) -> bool:
+        if self._next is None:
+            return False
+        self._chunk = self._next.result()
+        self._used = 0
+        self._crc = crc32c.crc32c(self._chunk, self._crc)
+        self._ask()
+        return bool(self._chunk)

@@ -6,7 +6,7 @@ room.
 
 Files, in the order the data meets them:
     toy_media.py          seeded images, clips and sound as bytes
-    toy_data.py           a folder of media and a meta file over them; samples in memory
+    toy_data.py           a folder of media and a meta file over them
     tokenizer.py          a small BPE tokenizer; chat templates in the manner of the published ones
     families.py           what each family's processor is made of
     processors.py         `build_processor(family)`
@@ -31,15 +31,11 @@ _HOMES = {
     "MODEL_FAMILIES": "models",
     "build_processor": "processors",
     "build_tiny_model": "models",
-    "make_16bit_png": "toy_media",
-    "make_cmyk_jpeg": "toy_media",
     "make_grey_jpeg": "toy_media",
     "make_jpeg": "toy_media",
     "make_mp4": "toy_media",
-    "make_palette_gif": "toy_media",
     "make_palette_png": "toy_media",
     "make_png_with_alpha": "toy_media",
-    "make_rotated_jpeg": "toy_media",
     "make_toy_dataset": "toy_data",
     "make_toy_image": "toy_media",
     "make_wav": "toy_media",
@@ -50,15 +46,11 @@ __all__ = [
     "MODEL_FAMILIES",
     "build_processor",
     "build_tiny_model",
-    "make_16bit_png",
-    "make_cmyk_jpeg",
     "make_grey_jpeg",
     "make_jpeg",
     "make_mp4",
-    "make_palette_gif",
     "make_palette_png",
     "make_png_with_alpha",
-    "make_rotated_jpeg",
     "make_toy_dataset",
     "make_toy_image",
     "make_wav",
@@ -69,15 +61,11 @@ if TYPE_CHECKING:
     from vlm_stream.testing.processors import FAMILIES, build_processor
     from vlm_stream.testing.toy_data import make_toy_dataset
     from vlm_stream.testing.toy_media import (
-        make_16bit_png,
-        make_cmyk_jpeg,
         make_grey_jpeg,
         make_jpeg,
         make_mp4,
-        make_palette_gif,
         make_palette_png,
         make_png_with_alpha,
-        make_rotated_jpeg,
         make_toy_image,
         make_wav,
     )

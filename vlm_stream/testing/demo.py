@@ -7,6 +7,7 @@ model are tiny.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from vlm_stream.errors import MissingExtraError
 from vlm_stream.testing import torchvision_shim
 
 if TYPE_CHECKING:
@@ -50,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.console import Console
 
     console = Console()
+    if importlib.util.find_spec("av") is None:
+        console.print(f"error: {MissingExtraError('av', 'video', 'The demo')}", markup=False, soft_wrap=True)
+        return 2
     shutil.rmtree(args.out, ignore_errors=True)
     shards, processor = _make_shards(args.out, args.samples, console)
     _show_plan(shards, args.out / "plan.png", console)

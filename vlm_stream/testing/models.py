@@ -11,8 +11,6 @@ from vlm_stream.testing.processors import build_processor, transformers_class
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MODEL_FAMILIES", "build_tiny_model"]
-
 
 def _text_config(processor: Any, **more: Any) -> dict[str, Any]:
     tokenizer = processor.tokenizer

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["ChatStyle", "train_tokenizer", "write_template"]
-
 VOCABULARY_SIZE: Final = 700
 
 _PIECES: Final = (

@@ -22,25 +22,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from PIL import Image
 
-__all__ = [
-    "ClipSpec",
-    "make_16bit_png",
-    "make_cmyk_jpeg",
-    "make_grey_jpeg",
-    "make_jpeg",
-    "make_mp4",
-    "make_palette_gif",
-    "make_palette_png",
-    "make_png_with_alpha",
-    "make_rotated_jpeg",
-    "make_toy_image",
-    "make_toy_pixels",
-    "make_toy_wave",
-    "make_wav",
-    "read_frame_number",
-]
-
-_EXIF_ORIENTATION: Final = 0x0112
 _ONE: Final = 0x10000  # 1.0 in the 16.16 fixed point of a track's display matrix
 _TURNS: Final = {0: (_ONE, 0, 0, _ONE), 90: (0, _ONE, -_ONE, 0), 180: (-_ONE, 0, 0, -_ONE), 270: (0, -_ONE, _ONE, 0)}
 _TICKS_PER_SECOND: Final = 90_000
@@ -75,7 +56,8 @@ def make_toy_image(height: int, width: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(make_toy_pixels(height, width, seed))
 
 
-def _save(image: Image.Image, kind: str, **options: Any) -> bytes:
+def save_image(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """Return the file of an image."""
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
@@ -87,26 +69,12 @@ def make_jpeg(height: int, width: int, seed: int = 0, *, quality: int = 85) -> b
     >>> make_jpeg(48, 64)[:2].hex()
     'ffd8'
     """
-    return _save(make_toy_image(height, width, seed), "JPEG", quality=quality)
+    return save_image(make_toy_image(height, width, seed), "JPEG", quality=quality)
 
 
 def make_grey_jpeg(height: int, width: int, seed: int = 0) -> bytes:
     """Return a JPEG with one channel."""
-    return _save(make_toy_image(height, width, seed).convert("L"), "JPEG")
-
-
-def make_cmyk_jpeg(height: int, width: int, seed: int = 0) -> bytes:
-    """Return a JPEG with the four channels of print."""
-    return _save(make_toy_image(height, width, seed).convert("CMYK"), "JPEG")
-
-
-def make_rotated_jpeg(height: int, width: int, seed: int = 0, *, orientation: int = 6) -> bytes:
-    """Return a JPEG stored as `height` x `width` whose EXIF orientation (1 to 8) asks viewers to turn it."""
-    from PIL import Image
-
-    exif = Image.Exif()
-    exif[_EXIF_ORIENTATION] = orientation
-    return _save(make_toy_image(height, width, seed), "JPEG", exif=exif)
+    return save_image(make_toy_image(height, width, seed).convert("L"), "JPEG")
 
 
 def make_png_with_alpha(height: int, width: int, seed: int = 0) -> bytes:
@@ -116,25 +84,12 @@ def make_png_with_alpha(height: int, width: int, seed: int = 0) -> bytes:
     from PIL import Image
 
     image.putalpha(Image.fromarray(np.ascontiguousarray(alpha)))
-    return _save(image, "PNG")
+    return save_image(image, "PNG")
 
 
 def make_palette_png(height: int, width: int, seed: int = 0) -> bytes:
     """Return a PNG whose pixels are numbers of a palette, one of them transparent."""
-    return _save(make_toy_image(height, width, seed).quantize(16), "PNG", transparency=0)
-
-
-def make_palette_gif(height: int, width: int, seed: int = 0) -> bytes:
-    """Return a GIF of one frame."""
-    return _save(make_toy_image(height, width, seed).quantize(16), "GIF")
-
-
-def make_16bit_png(height: int, width: int, seed: int = 0) -> bytes:
-    """Return a grey PNG with 16 bits for each pixel, as scanners and medical devices write them."""
-    from PIL import Image
-
-    grey = make_toy_pixels(height, width, seed).astype(np.uint16).sum(axis=2, dtype=np.uint16) * 85  # up to 65025
-    return _save(Image.fromarray(grey), "PNG")
+    return save_image(make_toy_image(height, width, seed).quantize(16), "PNG", transparency=0)
 
 
 def make_toy_wave(num_samples: int, rate: int, seed: int = 0) -> npt.NDArray[np.float32]:

@@ -20,8 +20,8 @@ the `Run`, trains, and knows nothing of the checks:
 model was really given with what it should have been given, and returns a `Report` or raises `ConformanceError`, whose
 text names rank, step and key of what differs.
 
-Files: `run.py` (toy shards, what a trainer is given), `record.py` (hooks on model and optimizer, and what they wrote),
-`launch.py` and `__main__.py` (processes), `compare.py` (our own loop, what differs from it), `check.py` (all of it).
+Files: `run.py` (toy shards, what a trainer is given, hooks on model and optimizer, what they wrote), `launch.py` and
+`__main__.py` (processes), `compare.py` (our own loop, what differs from it), `check.py` (all of it).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from __future__ import annotations
 from vlm_stream.testing.conformance.check import CHECKS, Report, check
 from vlm_stream.testing.conformance.compare import ConformanceError
 from vlm_stream.testing.conformance.launch import LaunchError, launch
-from vlm_stream.testing.conformance.record import Records
-from vlm_stream.testing.conformance.run import Run, make_data
+from vlm_stream.testing.conformance.run import Records, Run, make_data
 
 __all__ = ["CHECKS", "ConformanceError", "LaunchError", "Records", "Report", "Run", "check", "launch", "make_data"]

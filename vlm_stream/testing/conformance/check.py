@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from vlm_stream.testing.conformance.compare import Expected
-    from vlm_stream.testing.conformance.record import Records
-
-__all__ = ["CHECKS", "Report", "check"]
+    from vlm_stream.testing.conformance.run import Records
 
 CHECKS: Final = {
     "batches": "batches equal to those of our own loop, on every key and rank",

@@ -8,28 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from vlm_stream.errors import DatasetError
-from vlm_stream.testing.conformance.record import digests
+from vlm_stream.testing.conformance.run import digests
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vlm_stream.loader import StreamLoader
-    from vlm_stream.testing.conformance.record import Keys
-    from vlm_stream.testing.conformance.run import Run
-
-__all__ = [
-    "ConformanceError",
-    "Expected",
-    "compare_batches",
-    "compare_evaluations",
-    "compare_gradients",
-    "compare_numbers",
-    "compare_ranks",
-    "evaluate",
-    "first_gradients",
-    "own_loop",
-    "state_after",
-]
+    from vlm_stream.testing.conformance.run import Keys, Run
 
 _MOST: Final = 4
 """Sentences about a rank in one check; the rest is counted."""

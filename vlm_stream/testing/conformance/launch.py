@@ -12,12 +12,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from vlm_stream.testing.conformance.record import Records
+from vlm_stream.testing.conformance.run import Records
 
 if TYPE_CHECKING:
     from vlm_stream.testing.conformance.run import Run
-
-__all__ = ["LaunchError", "launch"]
 
 _GRACE_S: Final = 20.0
 """How long peers of a process that has ended may go on."""
