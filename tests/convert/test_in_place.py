@@ -207,7 +207,7 @@ def test_commands_and_recipes_take_the_same_names(captions, tmp_path, saved_proc
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"sources: '{url}'\nprocessor: {saved_processor}\nmode: packed\npack_size: 512\n")
     loader = StreamLoader.from_config(recipe, with_refs=True)
-    assert sorted(key for batch in loader for row in batch["refs"] for _, _, key in row) == all_keys(0, 1)
+    assert sorted(ref[2] for batch in loader for row in batch["refs"] for ref in row) == all_keys(0, 1)
 
 
 def test_members_without_a_layout_are_bytes_and_cannot_be_encoded(tmp_path, processor):

@@ -25,7 +25,7 @@ from vlm_stream.convert.foreign import IndexOptions, guess_layout, index_tars, w
 from vlm_stream.convert.layout import LEDGER
 from vlm_stream.convert.shard_task import is_local
 from vlm_stream.errors import ConfigError, DatasetError, NotFoundError, VlmStreamError
-from vlm_stream.format import MANIFEST, FieldMap, IndexCache, OpenDataset, load_manifest
+from vlm_stream.format import FORMAT_VERSION, MANIFEST, FieldMap, IndexCache, OpenDataset, load_manifest
 from vlm_stream.storage import ObjectInfo, expand_urls, join_url, names_tars, open_store
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 Need: TypeAlias = Literal["conversation", "members", "bytes"]
 
 _FOLDER: Final = ".vlm_stream"
-_VERSION: Final = 1
 _THREADS: Final = 8
 _ASKING: Final = 32
 _LINE_SECONDS: Final = 10.0
@@ -300,7 +299,7 @@ def _key(tars: InPlace, store: Store, infos: list[ObjectInfo]) -> str:
     """Return the name of the place: the same for the same tars, used in the same way."""
     seen = [[name, info.size, info.etag] for name, info in zip(tars.names, infos, strict=True)]
     how = [None if tars.fields is None else asdict(tars.fields), sorted(tars.excluded)]
-    text = json.dumps([_VERSION, store.root, seen, how], sort_keys=True)
+    text = json.dumps([FORMAT_VERSION, store.root, seen, how], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
 

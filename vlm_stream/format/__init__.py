@@ -23,6 +23,7 @@ from vlm_stream.format.fields import (
 )
 from vlm_stream.format.index import ShardIndex, decode_index, describe_shard, fetch_index, read_index
 from vlm_stream.format.manifest import (
+    FORMAT_VERSION,
     MANIFEST,
     Manifest,
     ShardEntry,
@@ -37,6 +38,7 @@ from vlm_stream.format.table import index_schema, read_table, write_table
 
 __all__ = [
     "DEFAULT_PROMPTS",
+    "FORMAT_VERSION",
     "LAYOUTS",
     "MANIFEST",
     "MEDIA_EXTENSIONS",
