@@ -20,6 +20,8 @@ from vlm_stream.storage import StoreOptions
 
 ACCESS_KEY = "testkey"
 SECRET_KEY = "testsecret"
+READER_KEYS = {"AWS_ACCESS_KEY_ID": "readerkey", "AWS_SECRET_ACCESS_KEY": "readersecret"}
+"""Of somebody who may read and list, and not write."""
 _FLAGS = (
     "master.port",
     "master.port.grpc",
@@ -96,8 +98,14 @@ class S3Server:
             "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
             "actions": ["Admin", "Read", "Write", "List", "Tagging"],
         }
+        access, secret = READER_KEYS.values()
+        reader = {
+            "name": "reader",
+            "credentials": [{"accessKey": access, "secretKey": secret}],
+            "actions": ["Read", "List"],
+        }
         config = self.folder / "s3.json"
-        config.write_text(json.dumps({"identities": [identity]}))
+        config.write_text(json.dumps({"identities": [identity, reader]}))
         ports = dict(zip(_FLAGS, free_ports(len(_FLAGS)), strict=True))
         self.port = ports["s3.port"]
         weed = Path(sys.executable).with_name("weed")

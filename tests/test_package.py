@@ -32,12 +32,14 @@ PACKAGE = Path(vlm_stream.__file__).parent
 ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 ENVIRONMENT_READERS = {
     "allocator.py",
+    "convert/in_place.py",
     "dispatch/processes.py",
     "dispatch/worker.py",
     "storage/credentials.py",
     "world.py",
 }
-"""How users tune memory; what is passed on to workers; credentials of stores; the rank that a launcher gives."""
+"""How users tune memory; where their cache is; what is passed on to workers; credentials of stores; the
+rank that a launcher gives."""
 
 
 def modules():

@@ -28,7 +28,7 @@ class SourceOptions:
     name: str
     """Identifies the source in states, refs and the ledger; with the seed it decides the order of its samples."""
     url: str
-    """Where its `dataset.json` lies: a folder or an object-store URL."""
+    """A folder or URL with `dataset.json`; tars (`{00..31}.tar`, `a.tar::b.tar`); an Energon dataset (`dir#val`)."""
     weight: float = 1.0
     """Share of this source in the mixture, relative to the other weights."""
     weights: Mapping[str, float] = field(default_factory=dict)

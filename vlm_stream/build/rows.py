@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from vlm_stream.build.collators import CustomCollator
-from vlm_stream.conversation import MEDIA_TYPES
+from vlm_stream.conversation import MEDIA_TYPES, iter_media
 from vlm_stream.encode import IGNORE, inject_fake_image, make_fake_image
 from vlm_stream.errors import BadSampleError, ConfigError, blame_sample
 from vlm_stream.format import FieldMap, is_text_member, to_conversation
@@ -213,9 +213,14 @@ class RawSample:
     id: str | None = None
     """Its own; None: it has none."""
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """Return its messages, in which media stand as member names."""
-        return to_conversation(self.fields, list(self.members), _texts(self.members))
+    def conversation(self, *, names: bool = False) -> list[dict[str, Any]]:
+        """Return its messages; media items hold the media's bytes, or with `names` the names of their members."""
+        messages = to_conversation(self.fields, list(self.members), _texts(self.members))
+        for item in () if names else iter_media(messages):
+            where = item[item["type"]]
+            frames = [bytes(self.members[name]) for name in where] if isinstance(where, list) else None
+            item[item["type"]] = bytes(self.members[where]) if frames is None else frames
+        return messages
 
     def __reduce__(self) -> tuple[Any, ...]:
         members = {name: bytes(content) for name, content in self.members.items()}

@@ -106,7 +106,7 @@ def loader_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of a `StreamLoader` that the command line names."""
     import yaml
 
-    recipes = [name for name in args.datasets if name.endswith((".yaml", ".yml"))]
+    recipes = [name for name in args.datasets if name.endswith((".yaml", ".yml")) and not _is_blend(name)]
     datasets = [name for name in args.datasets if name not in recipes]
     if len(recipes) + bool(args.config) > 1:
         raise ConfigError(f"two recipes were named ({', '.join([*recipes, args.config or ''])}); give one of them")
@@ -132,6 +132,17 @@ def loader_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if (store := store_options(args)) is not None:
         found["store"] = store
     return found
+
+
+def _is_blend(name: str) -> bool:
+    """Tell a metadataset of Energon from a recipe, by what is in it."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):  # said by whoever reads it
+        return "://" in name
+    return isinstance(data, dict) and "splits" in data and "sources" not in data
 
 
 def split_options(arguments: dict[str, Any]) -> tuple[Any, Any, StreamOptions]:

@@ -18,18 +18,25 @@ examples:
   index 's3://bucket/cc3m/{00000..00331}.tar'
   index data/*.tar --layout caption --prompt "Describe this image."
   index 'https://host/set/{000..015}.tar' --out indexes/
+  index energon_dataset/#val
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("urls", nargs="+", metavar="URL", help="tars: paths, URLs, {000..127} patterns, folders")
-    parser.add_argument("--out", metavar="URL", help="where indexes and manifest go (default: beside the tars)")
+    parser.add_argument(
+        "urls", nargs="+", metavar="URL", help="tars: paths, URLs, {000..127} patterns, folders; Energon datasets"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="URL",
+        help="where indexes and manifest go (default: beside the tars, else the user's cache, where loaders look)",
+    )
     arguments.add_processor_arguments(parser, "count text tokens exactly")
     parser.add_argument("--overwrite", action="store_true", help="replace indexes and manifest that are there")
     arguments.add_workers_argument(parser)
     group = parser.add_argument_group("layout (default: as the first sample shows)")
-    group.add_argument("--layout", choices=("native", "sharegpt", "caption"))
+    group.add_argument("--layout", choices=("native", "sharegpt", "caption", "bytes"))
     group.add_argument("--columns", metavar="NAME=FIELD,...", help="sharegpt: fields of the .json")
     group.add_argument("--tags", metavar="NAME=VALUE,...", help="sharegpt: role keys and roles")
     group.add_argument("--caption", metavar="MEMBER", help="caption: txt, or json:FIELD")
@@ -40,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Index; print the summary. Exit code 1 when not one sample could be used."""
-    from vlm_stream.convert import IndexOptions, index_tars
+    from vlm_stream.convert import IndexOptions, index_urls
 
     options = IndexOptions(
         out=args.out,
@@ -52,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         store=arguments.store_options(args),
     )
     with output.Progress("index", enabled=not (args.json or args.quiet)) as progress:
-        manifest = index_tars(
+        manifest, place = index_urls(
             args.urls,
             options,
             on_part=lambda part, num_tars: progress.step(
@@ -69,11 +76,13 @@ def run(args: argparse.Namespace) -> int:
                 "dropped": manifest.dropped,
                 "layout": manifest.fields.layout,
                 "num_shards": len(manifest.shards),
+                "place": place,
                 "totals": asdict(totals),
             }
         )
     else:
         rows = {
+            "place": place,
             "tars": f"{len(manifest.shards):,}",
             "layout": manifest.fields.layout,
             "samples": f"{totals.samples:,}",

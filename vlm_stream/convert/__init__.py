@@ -5,13 +5,16 @@ here: plans, collation, how a model consumes a sample.
 
 Files, in the order the data meets them: `options`, `job` (which record goes where, and what a restart must know),
 `engines`, `shard_task` (one shard), `media_bytes`, `sample`, `counting`, `tar`, `rows` (the tar and the index),
-`convert` (the whole); `foreign` (tars made elsewhere); `verify`, `recount`, `stats`.
+`convert` (the whole); `foreign` (tars made elsewhere), `energon` (the datasets of Megatron-Energon), `in_place` (any
+URL becomes an opened dataset); `verify`, `recount`, `precount`, `stats`.
 """
 
 from __future__ import annotations
 
 from vlm_stream.convert.convert import ShardReport, make_shards
+from vlm_stream.convert.energon import is_metadataset, open_blends
 from vlm_stream.convert.foreign import IndexOptions, index_tars
+from vlm_stream.convert.in_place import Need, index_urls, open_dataset
 from vlm_stream.convert.options import ShardOptions
 from vlm_stream.convert.precount import PrecountReport, precount
 from vlm_stream.convert.recount import GuessFit, RecountReport, fit_guess, recount
@@ -23,6 +26,7 @@ __all__ = [
     "GuessFit",
     "Histogram",
     "IndexOptions",
+    "Need",
     "PrecountReport",
     "Problem",
     "RecountReport",
@@ -32,7 +36,11 @@ __all__ = [
     "dataset_stats",
     "fit_guess",
     "index_tars",
+    "index_urls",
+    "is_metadataset",
     "make_shards",
+    "open_blends",
+    "open_dataset",
     "precount",
     "recount",
     "verify_dataset",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import posixpath
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +21,7 @@ from vlm_stream.conversation import iter_media
 from vlm_stream.convert.counting import open_counter
 from vlm_stream.convert.engines import LocalEngine, choose_workers
 from vlm_stream.convert.job import LEDGER
-from vlm_stream.convert.rows import SampleRow, check_fits_index, encode_index
+from vlm_stream.convert.rows import SampleCounts, SampleRow, check_fits_index, encode_index
 from vlm_stream.convert.sample import measure_item
 from vlm_stream.convert.shard_task import ShardPart, is_local
 from vlm_stream.convert.tar import TarGap, TarMember, iter_pieces, split_member_name
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from vlm_stream.convert.counting import SampleCounter
     from vlm_stream.storage import Store, StoreOptions
 
-__all__ = ["IndexOptions", "index_tars"]
+__all__ = ["IndexOptions", "guess_layout", "index_tars", "measure_media", "write_indexes"]
 
 
 _BYTES_PER_SECOND: Final = 2e8
@@ -74,8 +75,12 @@ class IndexOptions:
     """Let the processor bring its own code."""
     workers: int | None = None
     """Tars at a time; None: as many as pay for their start."""
+    threads: int = 0
+    """Above 0: so many threads of this process do it, and no other processes are started."""
     overwrite: bool = False
     """Replace indexes and manifest that are there."""
+    excluded: frozenset[str] = frozenset()
+    """Samples that are left out, as `TAR/KEY`."""
     store: StoreOptions | None = None
 
 
@@ -92,6 +97,7 @@ class _Context:
     fields: FieldMap
     counting: dict[str, Any]
     """Arguments of `open_counter`."""
+    excluded: frozenset[str]
     store: StoreOptions | None
 
     def __call__(self, task: _Task) -> ShardPart:
@@ -123,16 +129,42 @@ def index_tars(
             f"{out.root} already holds a dataset ({load_manifest(out).totals.samples} samples); nothing was written. "
             f"Give another --out, or replace its indexes and manifest with --overwrite."
         )
-    fields = options.fields or _guess(tars, names)
+    return write_indexes(tars, names, out, options, on_part=on_part)
+
+
+def write_indexes(
+    tars: Store,
+    names: Sequence[str],
+    out: Store,
+    options: IndexOptions,
+    *,
+    on_part: Callable[[ShardPart, int], None] | None = None,
+) -> Manifest:
+    """Read tars once; write an index for each, the ledger, and last the manifest, whatever is there.
+
+    Whoever does it and however many do it at the same time, they write the same.
+    """
+    fields = options.fields or guess_layout(tars, names)
     counting: dict[str, Any] = {"processor": options.processor, "trust_remote_code": options.trust_remote_code}
-    context = _Context(tars=tars.root, out=out.root, fields=fields, counting=counting, store=options.store)
+    context = _Context(
+        tars=tars.root,
+        out=out.root,
+        fields=fields,
+        counting=counting,
+        excluded=options.excluded,
+        store=options.store,
+    )
     parts: dict[int, ShardPart] = {}
     tasks = [_Task(number, name) for number, name in enumerate(names)]
-    workers = options.workers
-    if workers is None:
-        seconds = len(names) * tars.head(names[0]).size / _BYTES_PER_SECOND
-        workers = choose_workers(seconds, len(names), with_processor=options.processor is not None)
-    for part in LocalEngine(workers).run(context, tasks):
+    if options.threads:
+        done = _run_threads(context, tasks, options.threads)
+    else:
+        workers = options.workers
+        if workers is None:
+            seconds = len(names) * tars.head(names[0]).size / _BYTES_PER_SECOND
+            workers = choose_workers(seconds, len(names), with_processor=options.processor is not None)
+        done = LocalEngine(workers).run(context, tasks)
+    for part in done:
         parts[part.number] = part
         if on_part is not None:
             on_part(part, len(tasks))
@@ -151,7 +183,18 @@ def index_tars(
     return manifest
 
 
-def _guess(store: Store, names: Sequence[str]) -> FieldMap:
+def _run_threads(context: _Context, tasks: Sequence[_Task], threads: int) -> Iterator[ShardPart]:
+    with ThreadPoolExecutor(threads) as pool:
+        running = [pool.submit(context, task) for task in tasks]
+        try:
+            for done in as_completed(running):
+                yield done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def guess_layout(store: Store, names: Sequence[str]) -> FieldMap:
     """Return the layout that the first sample shows; where that shows none, one of those behind it."""
     refused: ConfigError | None = None
     faults: list[str] = []
@@ -206,8 +249,8 @@ def _iter_samples(
             gap = piece
             continue
         new_key, extension = split_member_name(piece.name)
-        if not extension or new_key.rpartition("/")[2].startswith("."):
-            continue  # READMEs and the dot files of archivers are no samples, as in WebDataset
+        if not extension or piece.name.rpartition("/")[2].startswith("."):
+            continue  # READMEs and the dot files of archivers (`._x.jpg`) are no samples
         if new_key != key and group:
             if is_whole():
                 yield key, group
@@ -226,7 +269,7 @@ def _index_tar(context: _Context, task: _Task) -> ShardPart:
     out = open_store(context.out, context.store)
     info = tars.head(task.name)
     folder = posixpath.basename(context.tars.rstrip("/")) or "data"
-    scan = _Scan(task.name, folder, context.fields, open_counter(**context.counting))
+    scan = _Scan(task.name, folder, context.fields, open_counter(**context.counting), context.excluded)
     with ObjectReader(tars, task.name, info.size) as reader:
         for key, group in _iter_samples(iter_pieces(reader.read), scan.note):
             scan.add(key, group)
@@ -247,6 +290,7 @@ class _Scan:
     """Stands for the meta file's entry: one for all tars."""
     fields: FieldMap
     counter: SampleCounter
+    excluded: frozenset[str] = frozenset()
     rows: list[SampleRow] = field(default_factory=list)
     bad: list[BadSample] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
@@ -258,6 +302,8 @@ class _Scan:
             if key in self.keys:
                 raise BadSampleError("convert", "duplicate_key", f"the key '{key}' was in this tar before.")
             self.keys.add(key)
+            if f"{self.name}/{key}" in self.excluded:
+                raise BadSampleError("convert", "excluded", "the dataset's own list of splits excludes it.")
             self.rows.append(_to_row(key, group, self.folder, self.fields, self.counter))
         except Exception as error:  # tars made elsewhere hold anything
             self.note(key, begin, blame_sample(error, "convert", "bad_form", "the sample cannot be indexed"))
@@ -283,17 +329,20 @@ def _to_row(
     names = [extension for extension, _ in group]
     if not _is_utf8(key, *names):
         raise BadSampleError("convert", "bad_name", "names of its members are not UTF-8, so no index can hold them.")
-    if len(set(names)) < len(names):
+    if len({name.lower() for name in names}) < len(names):
         raise BadSampleError("convert", "duplicate_member", f"the sample has two members of one name: {names}.")
     contents = {extension: member.content for extension, member in group}
     texts = {name: content for name, content in contents.items() if is_text_member(name)}
-    conversation = to_conversation(fields, names, texts)
-    sizes = measure_media(conversation, contents)
+    if fields.layout == "bytes":
+        sizes, counts = MediaSizes(), SampleCounts(1)
+    else:
+        conversation = to_conversation(fields, names, texts)
+        sizes = measure_media(conversation, contents)
+        counts = counter.count(conversation, sizes)
     crc = 0
     for _, member in group:
         for piece in (member.header, member.content, member.pad):
             crc = crc32c.crc32c(piece, crc)
-    counts = counter.count(conversation, sizes)
     check_fits_index(counts.text_tokens, sizes)
     begin, end = group[0][1].begin, group[-1][1].end
     if sum(len(m.header) + len(m.content) + len(m.pad) for _, m in group) != end - begin:

@@ -19,6 +19,7 @@ import numpy as np
 from vlm_stream.conversation import iter_media
 from vlm_stream.convert.counting import open_counter
 from vlm_stream.convert.engines import LocalEngine, choose_workers
+from vlm_stream.convert.in_place import open_dataset
 from vlm_stream.convert.rows import SampleCounts, check_fits_index, recounted_index
 from vlm_stream.convert.sample import picked_frames
 from vlm_stream.errors import BadSampleError, blame_sample
@@ -171,7 +172,7 @@ def recount(
         on_shard: Called with every recounted shard and the number of shards, for progress.
     """
     begin = time.perf_counter()
-    dataset = open_store(url, store)
+    dataset = open_dataset(url, store).store
     manifest = load_manifest(dataset)
     task = _Recounter(
         root=dataset.root,

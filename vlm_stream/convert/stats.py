@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from vlm_stream.format import IndexCache, OpenDataset
+from vlm_stream.convert.in_place import open_dataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,7 +133,7 @@ def dataset_stats(
         store: How to reach object stores.
         count_tokens: Gives the length of samples with their media, for some processor; without it only text is counted.
     """
-    dataset = OpenDataset(url, store, IndexCache(0))
+    dataset = open_dataset(url, store, need="members")
     manifest = dataset.manifest
     columns: dict[tuple[str, str], list[npt.NDArray[Any]]] = {}
     entries: dict[str, EntryStats] = {}

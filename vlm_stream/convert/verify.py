@@ -16,6 +16,7 @@ import numpy as np
 
 from vlm_stream.conversation import iter_media
 from vlm_stream.convert.engines import LocalEngine, choose_workers
+from vlm_stream.convert.in_place import open_dataset
 from vlm_stream.convert.tar import iter_members
 from vlm_stream.errors import BadSampleError, DatasetError, NotFoundError
 from vlm_stream.format import ShardIndex, decode_index, index_name, is_text_member, load_manifest, to_conversation
@@ -103,7 +104,7 @@ def verify_dataset(
         DatasetError: There is no manifest that could be checked.
     """
     begin = time.perf_counter()
-    dataset = open_store(url, store)
+    dataset = open_dataset(url, store, need="members").store
     manifest = load_manifest(dataset)
     checker = _Checker(root=dataset.root, tars=manifest.tars, fields=manifest.fields, store=store)
     found: dict[str, list[Problem]] = {}
@@ -239,6 +240,8 @@ class _ShardCheck:
         members = index.members(row)
         if places != [(f"{key}.{member.name}", member.offset, member.size) for member in members]:
             self.note("wrong_members", "the tar's members are not the index's.", key=key, offset=offset)
+            return
+        if self.fields.layout == "bytes":
             return
         texts = {m.name: f.content for m, f in zip(members, found, strict=True) if is_text_member(m.name)}
         try:

@@ -4,12 +4,13 @@ Enters: a dataset's URL. Leaves: its manifest, columns for plans, and drawn samp
 and the conversation that the small files of a sample make. No tar is opened here. It must not know plans, processors or
 how datasets are written.
 
-Files, in the order the data meets them: `fields` (members of a sample -> conversation), `manifest`, `table` (schema of
-an index), `media` (what plans need of a shard), `index` (all that is known of it), `dataset` (all shards, within a
-bound of memory).
+Files, in the order the data meets them: `fields` (members of a sample -> conversation), `energon` (its sample types),
+`manifest`, `table` (schema of an index), `media` (what plans need of a shard), `index` (all that is known of it),
+`dataset` (all shards, within a bound of memory).
 """
 
 from vlm_stream.format.dataset import Drawn, IndexCache, OpenDataset
+from vlm_stream.format.energon import DEFAULT_PROMPTS, SAMPLE_FIELDS
 from vlm_stream.format.fields import (
     LAYOUTS,
     MEDIA_EXTENSIONS,
@@ -22,6 +23,7 @@ from vlm_stream.format.fields import (
 )
 from vlm_stream.format.index import ShardIndex, decode_index, describe_shard, fetch_index, read_index
 from vlm_stream.format.manifest import (
+    FORMAT_VERSION,
     MANIFEST,
     Manifest,
     ShardEntry,
@@ -35,9 +37,12 @@ from vlm_stream.format.manifest import (
 from vlm_stream.format.table import index_schema, read_table, write_table
 
 __all__ = [
+    "DEFAULT_PROMPTS",
+    "FORMAT_VERSION",
     "LAYOUTS",
     "MANIFEST",
     "MEDIA_EXTENSIONS",
+    "SAMPLE_FIELDS",
     "Drawn",
     "FieldMap",
     "IndexCache",

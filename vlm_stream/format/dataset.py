@@ -16,6 +16,7 @@ from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy
+from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from vlm_stream.errors import DatasetError
 from vlm_stream.format.index import ShardIndex, check_index, fetch_index, open_index
-from vlm_stream.format.manifest import load_manifest
+from vlm_stream.format.manifest import ShardList, load_manifest
 from vlm_stream.format.media import ShardMedia, decode_media, join_media, media_kinds
 from vlm_stream.storage import Span, open_store
 
@@ -98,8 +99,15 @@ def _size_of(index: bytes | ShardIndex) -> int:
 class OpenDataset:
     """One dataset, opened for planning and for looking up drawn samples."""
 
-    def __init__(self, url: str, store_options: StoreOptions | None, cache: IndexCache) -> None:
-        """Read the manifest.
+    def __init__(
+        self,
+        url: str,
+        store_options: StoreOptions | None,
+        cache: IndexCache,
+        *,
+        only: Sequence[str] | None = None,
+    ) -> None:
+        """Read the manifest; with `only`, leave out all shards but these.
 
         Raises:
             DatasetError: There is none, or it cannot be used.
@@ -108,6 +116,11 @@ class OpenDataset:
         self.manifest = load_manifest(self.store)
         self.root: str = self.store.root
         """URL of the dataset. Spans have that of its tars, which may be elsewhere."""
+        if only is not None:
+            by_name = {shard.name: shard for shard in self.manifest.shards}
+            shards = ShardList.of(by_name[name] for name in only)
+            self.manifest = replace(self.manifest, shards=shards)
+        self._kept_as = self.root if only is None else f"{self.root}#{self.manifest.digest}"
         self._cache = cache
         self._entry: str | None = None
         self._numbers: Sequence[int] = range(len(self.manifest.shards))
@@ -171,7 +184,7 @@ class OpenDataset:
                 drawn[place] = _draw(index, rows[place] if shown is None else shown[rows[place]])
 
         for shard in wanted:
-            kept = self._cache.get(self.root, self._numbers[shard])
+            kept = self._cache.get(self._kept_as, self._numbers[shard])
             if isinstance(kept, ShardIndex):
                 draw(shard, kept)
             else:
@@ -197,7 +210,7 @@ class OpenDataset:
         The index has checksums of whole samples alone, so these bytes cannot be checked.
         """
         name = self.manifest.fields.text_member
-        member = next((member for member in drawn.span.members if member[0] == name), None)
+        member = next((member for member in drawn.span.members if member[0].lower() == name), None)
         if member is None:
             return drawn.span
         _, offset, size = member
@@ -228,10 +241,10 @@ class OpenDataset:
     def _fetch(self, shard: int) -> bytes | ShardIndex:
         """Return an index as it is kept, or its bytes, which are kept from then on."""
         number = self._numbers[shard]
-        index = self._cache.get(self.root, number)
+        index = self._cache.get(self._kept_as, number)
         if index is None:
             index = fetch_index(self.store, self.manifest.shards[number])
-            self._cache.put(self.root, number, index)
+            self._cache.put(self._kept_as, number, index)
         return index
 
     def _decode(self, shard: int, index: bytes | ShardIndex) -> ShardIndex:
@@ -239,7 +252,7 @@ class OpenDataset:
         if isinstance(index, bytes):
             number = self._numbers[shard]
             index = open_index(index, self.store, self.manifest.shards[number], tars=self.manifest.tars)
-            self._cache.put(self.root, number, index)
+            self._cache.put(self._kept_as, number, index)
         return index
 
 

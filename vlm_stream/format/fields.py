@@ -9,6 +9,10 @@ Layouts:
 * `sharegpt`: `json` holds messages with placeholders and lists of media. A listed medium that is named like a member is
   that member; otherwise the n-th image placeholder is the n-th image member, and so on.
 * `caption`: `txt` (or a field of `json`) describes the sample's media: a prompt with all of them, and the caption.
+* `energon`: a sample type of Megatron-Energon and its field map (`energon.py`).
+* `bytes`: no conversation is made; samples are handed out as they lie.
+
+Names of members are compared without regard to case, as WebDataset does.
 """
 
 from __future__ import annotations
@@ -37,13 +41,32 @@ __all__ = [
     "to_conversation",
 ]
 
-LAYOUTS: Final = ("native", "sharegpt", "caption")
+LAYOUTS: Final = ("native", "sharegpt", "caption", "energon", "bytes")
 MEDIA_EXTENSIONS: Final = {
     "image": frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif")),
     "video": frozenset(("mp4", "webm", "mkv", "mov", "avi", "m4v", "mpg", "mpeg")),
     "audio": frozenset(("wav", "flac", "ogg", "mp3", "m4a", "opus")),
 }
-_TEXT_EXTENSIONS: Final = frozenset(("json", "txt", "text", "caption"))
+_BINARY_EXTENSIONS: Final = frozenset(
+    (
+        "npy",
+        "npz",
+        "pt",
+        "pth",
+        "pyd",
+        "pkl",
+        "pickle",
+        "bin",
+        "safetensors",
+        "ten",
+        "tb",
+        "mp",
+        "msg",
+        "h5",
+        "gz",
+        "zip",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +74,30 @@ class FieldMap:
     """How a sample's members become a conversation."""
 
     layout: str = "native"
-    """`native`, `sharegpt` or `caption`."""
+    """One of `LAYOUTS`."""
     columns: dict[str, str] = field(default_factory=dict)
-    """sharegpt: names of the messages and media fields inside `json`, where they differ from the usual ones."""
+    """sharegpt: names of the messages and media fields inside `json`, where they differ from the usual ones. energon:
+    the field map."""
     tags: dict[str, str] = field(default_factory=dict)
-    """sharegpt: names of the role and content keys and of the roles."""
+    """sharegpt: names of the role and content keys and of the roles. energon: `sample_type`, and `subflavors` as
+    JSON."""
     prompt: str = "Describe this image."
-    """caption: what the user asks."""
+    """What the user asks, where the sample does not say it."""
     caption: str = "txt"
     """caption: the member with the text, or `json:FIELD`."""
 
     @property
     def text_member(self) -> str:
-        """Return the name of the one member that the text comes from."""
-        return self.caption.partition(":")[0] if self.layout == "caption" else "json"
+        """Return the name of the one member that the text comes from; empty where there may be several."""
+        if self.layout in ("energon", "bytes"):
+            return ""
+        return self.caption.partition(":")[0].lower() if self.layout == "caption" else "json"
+
+    @property
+    def subflavors(self) -> dict[str, Any]:
+        """Return what an Energon dataset says of all its samples."""
+        found: dict[str, Any] = json.loads(self.tags.get("subflavors", "{}"))
+        return found
 
     def __post_init__(self) -> None:
         """Refuse a layout that does not exist."""
@@ -79,8 +112,8 @@ def medium_of(name: str) -> str | None:
 
 
 def is_text_member(name: str) -> bool:
-    """Tell whether a member is needed to make the conversation (and is not a medium)."""
-    return name.rpartition(".")[2].lower() in _TEXT_EXTENSIONS
+    """Tell whether a member may be needed to make the conversation: it is neither a medium nor known to be binary."""
+    return medium_of(name) is None and name.rpartition(".")[2].lower() not in _BINARY_EXTENSIONS
 
 
 def guess_fields(names: Sequence[str], texts: Mapping[str, bytes]) -> FieldMap:
@@ -93,6 +126,7 @@ def guess_fields(names: Sequence[str], texts: Mapping[str, bytes]) -> FieldMap:
     Raises:
         ConfigError: It shows none; the sentence says what there is and how to name the layout.
     """
+    texts = {name.lower(): text for name, text in texts.items()}
     try:
         data = _parse_json(texts["json"]) if "json" in texts else None
     except BadSampleError:
@@ -110,6 +144,8 @@ def guess_fields(names: Sequence[str], texts: Mapping[str, bytes]) -> FieldMap:
     captions = [name for name in ("caption", "text") if isinstance(data, dict) and isinstance(data.get(name), str)]
     if media and captions:
         return FieldMap(layout="caption", caption=f"json:{captions[0]}")
+    if media and "cls" in texts:
+        return FieldMap(layout="caption", caption="cls", prompt="Which class does this image belong to?")
     keys = f" with the fields {', '.join(sorted(data))}" if isinstance(data, dict) else ""
     raise ConfigError(
         f"the first sample has the members {', '.join(names) or 'none'}{keys}: no known layout, so it cannot become a "
@@ -157,8 +193,9 @@ def to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str, 
 
 def own_names(fields: FieldMap, texts: Mapping[str, bytes]) -> tuple[str | None, str | None]:
     """Return the id that a sample's JSON states, and the meta file's entry that it names where the shard is our own."""
+    text = next((text for name, text in texts.items() if name.lower() == "json"), None)
     try:
-        data = _parse_json(texts["json"]) if "json" in texts else None
+        data = None if text is None else _parse_json(text)
     except BadSampleError:
         data = None
     if not isinstance(data, dict):
@@ -177,7 +214,17 @@ def _as_name(text: str) -> str | None:
 
 
 def _to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str, bytes]) -> Conversation:
-    if fields.layout == "caption":
+    texts = {name.lower(): text for name, text in texts.items()}
+    if fields.layout == "bytes":
+        raise ConfigError(
+            f"the samples were indexed as bytes, because their members ({', '.join(names)}) have no known layout, so "
+            f"they have no conversation; use their members, or index them with --layout caption or sharegpt"
+        )
+    if fields.layout == "energon":
+        from vlm_stream.format.energon import read_energon_sample
+
+        conversation = read_energon_sample(fields.tags["sample_type"], fields.columns, fields.prompt, names, texts)
+    elif fields.layout == "caption":
         conversation = _from_caption(fields, names, texts)
     else:
         if "json" not in texts:
@@ -241,7 +288,7 @@ def _from_caption(fields: FieldMap, names: Sequence[str], texts: Mapping[str, by
 
 def _place_media(conversation: Conversation, names: Sequence[str]) -> None:
     """Let every media item name a member: by its own name, else by its number among the media of its kind."""
-    present = set(names)
+    present = {name.lower(): name for name in names}
     by_medium = {medium: [name for name in names if medium_of(name) == medium] for medium in MEDIA_TYPES}
     number = dict.fromkeys(MEDIA_TYPES, 0)
     for item in iter_media(conversation):
@@ -249,13 +296,14 @@ def _place_media(conversation: Conversation, names: Sequence[str]) -> None:
         where = item.get(medium)
         if isinstance(where, list):
             _check_frames(medium, where, present)
+            item[medium] = [present[name.lower()] for name in where]
             continue
         candidates = by_medium[medium]
         position = number[medium]
         number[medium] += 1
         names_of_item = (where, posixpath.basename(where)) if isinstance(where, str) else ()
-        if named := next((name for name in names_of_item if name in present), None):
-            item[medium] = named
+        if named := next((name for name in names_of_item if name.lower() in present), None):
+            item[medium] = present[named.lower()]
             continue
         if position >= len(candidates):
             raise BadSampleError(
@@ -266,11 +314,11 @@ def _place_media(conversation: Conversation, names: Sequence[str]) -> None:
         item[medium] = candidates[position]
 
 
-def _check_frames(medium: str, frames: list[Any], present: set[str]) -> None:
+def _check_frames(medium: str, frames: list[Any], present: Mapping[str, str]) -> None:
     if medium != "video":
         raise BadSampleError("convert", "media_not_a_name", f"one {medium} item names a list; give each its own item.")
     if not frames or not all(isinstance(name, str) for name in frames):
         raise BadSampleError("convert", "bad_frame_list", "a list of frames is empty or has an entry that is no name.")
-    missing = next((name for name in frames if name not in present), None)
+    missing = next((name for name in frames if name.lower() not in present), None)
     if missing is not None:
         raise BadSampleError("convert", "missing_member", f"the frame {missing[:200]!r} is not in the tar.")

@@ -23,7 +23,7 @@ from vlm_stream.storage.store import (
     scheme_of,
     split_url,
 )
-from vlm_stream.storage.tar_urls import expand_urls
+from vlm_stream.storage.tar_urls import expand_urls, names_tars
 
 __all__ = [
     "Member",
@@ -43,6 +43,7 @@ __all__ = [
     "expand_urls",
     "join_url",
     "local_path",
+    "names_tars",
     "open_store",
     "plan_requests",
     "scheme_of",

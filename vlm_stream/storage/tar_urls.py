@@ -1,13 +1,14 @@
 """URLs of tars as people write them -> the folder that holds them all, and their names in it.
 
-Enters: patterns. Leaves: one root and relative names, in the order given. Only folders and local globs are looked up.
+Enters: patterns. Leaves: one root and relative names, in the order given. Only folders and globs are looked up.
 """
 
 from __future__ import annotations
 
 import posixpath
+from fnmatch import fnmatchcase
 from glob import glob, has_magic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vlm_stream.errors import ConfigError
 from vlm_stream.storage.store import join_url, local_path, open_store, scheme_of
@@ -17,22 +18,34 @@ if TYPE_CHECKING:
 
     from vlm_stream.storage.options import StoreOptions
 
-__all__ = ["expand_urls"]
+__all__ = ["expand_urls", "names_tars"]
 
-_TAR = ".tar"
+_TAR: Final = ".tar"
+_COMPRESSED: Final = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
+_JOIN: Final = "::"
+
+
+def names_tars(url: str) -> bool:
+    """Tell whether a URL names tars by its form: `x.tar`, `{00..03}`, `*`, several joined by `::`.
+
+    >>> names_tars("s3://bucket/{00..03}.tar"), names_tars("a.tar::b.tar"), names_tars("s3://bucket/data")
+    (True, True, False)
+    """
+    ends = url.endswith((_TAR, *_COMPRESSED))
+    return ends or _JOIN in url or "{" in url or has_magic(url) or url.startswith("pipe:")
 
 
 def expand_urls(patterns: Sequence[str], options: StoreOptions | None = None) -> tuple[str, list[str]]:
     """Return the common folder of all tars and each tar's path in it.
 
     Args:
-        patterns: `s3://b/{000..127}.tar`, `data/*.tar`, a folder, or plain names.
+        patterns: `s3://b/{000..127}.tar`, `data/*.tar`, `a.tar::b.tar`, a folder, or plain names.
         options: How to reach object stores.
 
     Raises:
         ConfigError: A pattern names no tar, a compressed one, or one tar twice.
     """
-    urls = [url for pattern in patterns for url in _expand(pattern, options)]
+    urls = [url for pattern in patterns for part in pattern.split(_JOIN) for url in _expand(part, options)]
     if not urls:
         raise ConfigError("no tar was named, so there is nothing to index. Give paths, URLs or patterns.")
     if len(set(urls)) < len(urls):
@@ -50,24 +63,42 @@ def expand_urls(patterns: Sequence[str], options: StoreOptions | None = None) ->
 def _expand(pattern: str, options: StoreOptions | None) -> list[str]:
     from braceexpand import braceexpand
 
+    if pattern.startswith("pipe:"):
+        raise ConfigError(
+            f"'{pattern}' is a command, which gives a stream, and samples are read at their offsets, so it cannot be "
+            f"used. Name what it reads: s3://, gs://, az:// or https:// URLs are read directly."
+        )
     try:
         urls = list(braceexpand(pattern))
     except ValueError as error:
         raise ConfigError(f"{pattern} has a brace without its pair: write ranges as {{000..127}}.") from error
     found = []
     for url in urls:
-        local = scheme_of(url) == "file"
-        place = local_path(url) if local else url.rstrip("/")
-        if local and has_magic(place):
-            found.append(sorted(glob(place)))  # noqa: PTH207 (the pattern is absolute)
-        elif place.endswith((_TAR, ".gz", ".tgz", ".zst", ".bz2", ".xz")):
+        is_local = scheme_of(url) == "file"
+        place = local_path(url) if is_local else url.rstrip("/")
+        if has_magic(place):
+            found.append(sorted(glob(place)) if is_local else _match(place, options))  # noqa: PTH207 (it is absolute)
+        elif place.endswith((_TAR, *_COMPRESSED)):
             found.append([place])
         else:
-            store = open_store(place, options)
-            found.append([join_url(store.root, info.path) for info in store.list() if info.path.endswith(_TAR)])
+            found.append(_list_tars(place, options))
         if not found[-1]:
             raise ConfigError(f"{url} holds no .tar file, so there is nothing to index there.")
     return [url for urls_of_one in found for url in urls_of_one]
+
+
+def _list_tars(folder: str, options: StoreOptions | None, prefix: str = "") -> list[str]:
+    store = open_store(folder, options)
+    return [join_url(store.root, info.path) for info in store.list(prefix) if info.path.endswith(_TAR)]
+
+
+def _match(pattern: str, options: StoreOptions | None) -> list[str]:
+    """Return the objects that a pattern of an object store matches; `*` stays inside one folder."""
+    head = pattern[: min(pattern.index(sign) for sign in "*?[" if sign in pattern)]
+    folder, _, prefix = head.rpartition("/")
+    depth = pattern.count("/")
+    found = _list_tars(folder, options, prefix)
+    return [url for url in found if url.count("/") == depth and fnmatchcase(url, pattern)]
 
 
 def _common_folder(urls: Sequence[str]) -> str:

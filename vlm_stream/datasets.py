@@ -1,0 +1,156 @@
+"""The opened sources of a mixture: any URL becomes an opened dataset; what the plan asks is asked of all of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from vlm_stream.convert import fit_guess, open_blends, open_dataset
+from vlm_stream.errors import ConfigError, DatasetError, nearest_name
+from vlm_stream.format import IndexCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vlm_stream.convert import GuessFit, Need
+    from vlm_stream.format import Drawn, OpenDataset
+    from vlm_stream.options import StreamOptions
+    from vlm_stream.plan import Ref
+    from vlm_stream.recipe import SourceOptions
+    from vlm_stream.tokens import Geometry
+
+__all__ = ["Datasets"]
+
+logger = logging.getLogger(__name__)
+
+_INDEX_BYTES = 128 << 20
+
+
+class Datasets:
+    """The opened sources of a mixture: what the plan asks of their indexes, and where drawn samples lie."""
+
+    def __init__(self, sources: Sequence[SourceOptions], options: StreamOptions, need: Need = "members") -> None:
+        """Read the manifests; tars without one are indexed for what their samples are needed for.
+
+        Raises:
+            DatasetError: A dataset has no samples.
+        """
+        cache = IndexCache(_INDEX_BYTES)
+        self.lock = threading.Lock()
+        """One thread at a time reads indexes: that of a running plan, or one that counts batches."""
+        self.sources: list[SourceOptions] = []
+        """Those of the plan: one for each entry of a dataset whose entries have weights."""
+        self.opened: list[OpenDataset] = []
+        for source in open_blends(sources, options.store):
+            dataset = open_dataset(source.url, options.store, cache, need=need)
+            if not sum(dataset.samples_per_shard):
+                raise DatasetError(
+                    f"the dataset at {source.url} has no samples, so there is nothing to stream; "
+                    f"look at the ledger of its conversion, or leave the source out"
+                )
+            if not source.weights:
+                self.sources.append(source)
+                self.opened.append(dataset)
+            for entry in _drawn_entries(source, dataset):
+                self.sources.append(source.of_entry(entry))
+                self.opened.append(dataset.view(entry))
+
+    def geometry(self) -> Geometry:
+        """Return the geometry that the datasets were counted with."""
+        found: list[Geometry] = []
+        for dataset in self.opened:
+            geometry = dataset.manifest.geometry
+            if geometry not in found:
+                found.append(geometry)
+        if len(found) > 1:
+            raise ConfigError(
+                f"the sources were counted for different processors ({', '.join(g.family for g in found)}), so "
+                f"their lengths do not compare; name the one that trains with --processor"
+            )
+        return found[0]
+
+    def check_counted_for(self, text: str) -> None:
+        """Warn where an index was counted for another processor, or not counted at all: plans are then estimates."""
+        counts = {
+            source.url: dataset.manifest.tokens for source, dataset in zip(self.sources, self.opened, strict=True)
+        }
+        for url, counted in counts.items():
+            if counted.template_sha256 == text:  # media of a processor that cannot be asked stay estimates
+                continue
+            logger.warning(
+                "the text tokens of %s were counted %s, so packs may come out too long or too short; "
+                "count them for this processor with: vlm-stream recount --processor ... %s",
+                url,
+                f"for {counted.processor_class}" if counted.kind == "exact" else "by a guess",
+                url,
+            )
+
+    def check_text_only(self, tokenizer: Any) -> None:
+        """Refuse a bare tokenizer where there are media.
+
+        Raises:
+            ConfigError: A source has media, which a tokenizer does not read.
+        """
+        for source, dataset in zip(self.sources, self.opened, strict=True):
+            totals = dataset.manifest.totals
+            if totals.samples != totals.text_only:
+                raise ConfigError(
+                    f"the processor is a {type(tokenizer).__name__}, which reads text alone, and "
+                    f"{totals.samples - totals.text_only} of the {totals.samples} samples of {source.url} have media, "
+                    f"so none of them could be encoded; give the model's processor (AutoProcessor.from_pretrained)"
+                )
+
+    def fit_guesses(self, processor: Any, geometry: Geometry, options: StreamOptions) -> tuple[GuessFit | None, ...]:
+        """Return how to correct the text lengths of each source that were guessed; None for those that were not.
+
+        Packs of guessed lengths would overflow, and what does not fit its row is lost.
+        """
+        if options.mode != "packed":
+            return (None,) * len(self.opened)
+        fits = []
+        for source, dataset in zip(self.sources, self.opened, strict=True):
+            is_guess = not dataset.manifest.tokens.template_sha256
+            fit = fit_guess(dataset, processor, geometry, options.store) if is_guess else None
+            fits.append(fit)
+            if fit is not None:
+                logger.warning(
+                    "packs of %s are planned with %.3g times its guessed text and %.3g tokens a sample, as %d of its "
+                    "samples need; rows would be fuller if all were counted",
+                    source.url,
+                    fit.slope * fit.margin,
+                    fit.offset * fit.margin,
+                    fit.num_samples,
+                )
+        return tuple(fits)
+
+    def draw(self, refs: Sequence[Ref]) -> list[Drawn]:
+        """Look samples up."""
+        found: dict[Ref, Drawn] = {}
+        for number in {ref.source for ref in refs}:
+            own = [ref for ref in refs if ref.source == number]
+            with self.lock:
+                drawn = self.opened[number].draw_many([ref.shard for ref in own], [ref.row for ref in own])
+            found.update(zip(own, drawn, strict=True))
+        return [found[ref] for ref in refs]
+
+
+def _drawn_entries(source: SourceOptions, dataset: OpenDataset) -> list[str]:
+    """Return the entries of a dataset that have a weight above 0; none where none are weighed."""
+    if not source.weights:
+        return []
+    known = dataset.manifest.shards.entries
+    for entry in source.weights:
+        if entry not in known:
+            raise ConfigError(f"the dataset at {source.url} has no entry '{entry}'; {nearest_name(entry, list(known))}")
+    if unnamed := [entry for entry in known if entry not in source.weights]:
+        raise ConfigError(
+            f"the weights of {source.url} do not name {', '.join(map(repr, unnamed))}, so it is not known how often to "
+            f"draw from {'it' if len(unnamed) == 1 else 'them'}; name all entries, with the weight 0 to leave one out"
+        )
+    if left_out := [entry for entry in source.weights if not source.weights[entry]]:
+        num_samples = sum(sum(known[entry]) for entry in left_out)
+        logger.warning(
+            "%s of %s have the weight 0: their %d samples are left out", ", ".join(left_out), source.url, num_samples
+        )
+    return [entry for entry in known if source.weights[entry]]
