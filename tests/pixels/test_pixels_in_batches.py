@@ -223,7 +223,7 @@ def test_packs_are_collated_compact(processor, collate):
         samples = [shift_sample(encoder.encode(chat_about(40, 90 + n), {})) for n in range(2)]
         return collate([build_packed_vlm_sample(samples, 4096, 0)] * 2)
 
-    assert_equal(finish_pixels(collated("compact"), dtype=torch.float32), collated("full"))
+    assert_equal(finish_pixels(collated("compact"), dtype=torch.bfloat16), collated("full"))
 
 
 def test_batches_sent_ahead_do_not_move_the_state(toy_shards, processor):

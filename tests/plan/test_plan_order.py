@@ -185,5 +185,5 @@ def test_an_index_of_another_length_is_refused(make):
 
 @pytest.mark.parametrize("name", ["group_shards", "run_length"])
 def test_orders_that_hold_nothing_are_refused(name):
-    with pytest.raises(ConfigError, match=f"order.{name} is 0"):
+    with pytest.raises(ConfigError, match=f"{name}=0 leaves nothing"):
         OrderConfig(**{name: 0})
