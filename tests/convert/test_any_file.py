@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from vlm_stream.convert.order import record_order
 
 from vlm_stream.cli import main
 from vlm_stream.conversation import iter_media
 from vlm_stream.convert import make_shards, precount
+from vlm_stream.convert.job import record_order
 from vlm_stream.errors import BadSampleError, SourceError
 from vlm_stream.sources import collect_sample_stats, make_meta_dataset, open_source, table_file
 from vlm_stream.testing import build_processor, make_jpeg, make_wav

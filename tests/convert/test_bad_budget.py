@@ -42,14 +42,14 @@ def test_above_it_the_error_has_number_reasons_names_and_the_way_out(write_jsonl
         make_shards(path, tmp_path / "out")
     text = str(caught.value)
     assert "7 of 23 records cannot be used, more than bad_budget allows (3.00% of 23)" in text
-    assert f"4 x missing_file, first data: r0 ({path}:1): convert: missing_file: there is no file no0.jpg" in text
+    assert f"4 x missing_file, first data: r0 ({path}:1 (id r0)): convert: missing_file: there is no file no0.jpg" in text
     assert text.count(" x ") == 3
     assert "start again with overwrite=True" in text
     assert "bad_budget=0.32 (1: any number may be bad)" in text
     assert not (tmp_path / "out" / "dataset.json").exists()
     lines = [BadSample.from_json(line) for line in (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()]
     assert len(lines) == 7
-    assert (lines[1].sample, lines[1].origin) == ("r5", f"{path}:6")
+    assert (lines[1].sample, lines[1].origin) == ("r5", f"{path}:6 (id r5)")
 
 
 def test_it_ends_as_soon_as_it_is_certain_and_goes_on_without_work_done_twice(write_jsonl, tmp_path: Path) -> None:

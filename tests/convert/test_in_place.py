@@ -231,7 +231,7 @@ def test_what_cannot_be_used_is_said(tmp_path, captions):
     with pytest.raises(ConfigError, match=r"compressed tars cannot be read"):
         keys_of(str(captions / "x.tar.gz"))
     (captions / "zipped.tar").write_bytes(gzip.compress((captions / "00000.tar").read_bytes()))
-    with pytest.raises(ConfigError, match=r"zipped.tar is compressed \(gzip\), though its name ends in .tar"):
+    with pytest.raises(ConfigError, match=r"zipped.tar.*packed by gzip; unpack it first"):
         keys_of(str(captions / "zipped.tar"))
     with pytest.raises(ConfigError, match=r"is no Energon dataset"):
         keys_of(f"{captions}#val")

@@ -233,7 +233,7 @@ def test_ledger_is_the_same_for_any_number_of_workers(write_jsonl, tmp_path: Pat
     lines = [json.loads(line) for line in ledger.splitlines()]
     assert [line["sample"] for line in lines] == [f"r{n}" for n in range(40)]
     assert lines[3] == {
-        "origin": f"{path}:4",
+        "origin": f"{path}:4 (id r3)",
         "detail": "there is no file no3.jpg (looked for in the current folder; media_dir says where files lie).",
         "reason": "missing_file",
         "sample": "r3",

@@ -229,13 +229,15 @@ def test_an_error_of_the_plan_comes_after_what_was_planned():
 
 
 def test_closing_early_leaves_no_process_and_no_thread():
+    before = set(threading.enumerate())
     dispatcher = dispatch(Numbers())
     next(dispatcher)
     pids = dispatcher.pids()
     assert pids
     dispatcher.close()
     assert not any(is_running(pid) for pid in pids)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("vlm-stream")]
+    new = set(threading.enumerate()) - before
+    assert not [thread.name for thread in new if thread.name.startswith("vlm-stream")]
 
 
 class Big(Numbers):

@@ -34,7 +34,7 @@ from vlm_stream.sources import (
     open_factory,
     open_source,
 )
-from vlm_stream.sources.factories import resample
+from vlm_stream.sources.speech import resample
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -133,7 +133,7 @@ def deliveries(family: str, shards: Any, **options: Any) -> list[Any]:
 
 
 def samples_in(row: list[tuple[str, str, str]], known: dict[str, Any]) -> list[Any]:
-    return [known[str(int(key))] for _, _, key in row]
+    return [known[str(int(key))] for _, _, key, *_ in row]
 
 
 def check(family: str, found: list[Any], name: str = "") -> str:

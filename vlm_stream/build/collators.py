@@ -137,7 +137,7 @@ class RowCollator:
             # take the place of the 1 (see `delivery.py`).
             batch["num_items_in_batch"] = torch.ones((), dtype=torch.long)
         if self._options.pp_microbatches is not None:
-            owned = _other_media(units)
+            owned = _other_media(units) if self._options.pixels else {}
             prepare_vlm_media_for_pp(batch, len(batch["input_ids"]), self._options.pp_microbatches, owned=owned)
         return batch
 

@@ -56,6 +56,7 @@ __all__ = ["IndexOptions", "guess_layout", "index_tars", "measure_media", "write
 
 _BYTES_PER_SECOND: Final = 2e8
 """About what one process indexes."""
+_NUM_TOLD: Final = 3
 _NUM_GUESSED: Final = 100
 """Samples that are asked for the layout: the first may be a bad one."""
 _LEFT_OUT: Final = "The bytes from {begin} to {end} are left out, and so is a sample that has lost a member there."
@@ -169,6 +170,12 @@ def write_indexes(
         if on_part is not None:
             on_part(part, len(tasks))
     ordered = [parts[number] for number in range(len(tasks))]
+    if not any(part.entry.totals.samples for part in ordered):
+        reasons = [f"{bad.sample}: {bad.reason}: {bad.detail}" for part in ordered for bad in part.bad]
+        raise ConfigError(
+            f"not one sample of the tars at {tars.root} can be used, so there is no dataset. The first reasons:\n  "
+            + "\n  ".join(reasons[:_NUM_TOLD] or ["the tars are empty"])
+        )
     out.put(LEDGER, "".join(bad.to_json() + "\n" for part in ordered for bad in part.bad).encode())
     dropped = Counter(f"{bad.stage}: {bad.reason}" for part in ordered for bad in part.bad)
     manifest = Manifest(
