@@ -42,7 +42,9 @@ def test_above_it_the_error_has_number_reasons_names_and_the_way_out(write_jsonl
         make_shards(path, tmp_path / "out")
     text = str(caught.value)
     assert "7 of 23 records cannot be used, more than bad_budget allows (3.00% of 23)" in text
-    assert f"4 x missing_file, first data: r0 ({path}:1 (id r0)): convert: missing_file: there is no file no0.jpg" in text
+    assert (
+        f"4 x missing_file, first data: r0 ({path}:1 (id r0)): convert: missing_file: there is no file no0.jpg" in text
+    )
     assert text.count(" x ") == 3
     assert "start again with overwrite=True" in text
     assert "bad_budget=0.32 (1: any number may be bad)" in text

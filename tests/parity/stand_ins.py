@@ -3,6 +3,8 @@
 Tokenizers and templates are real; pixels are rows of ones. Both sides are given the same object.
 """
 
+import re
+
 import numpy as np
 import torch
 
@@ -60,7 +62,7 @@ class NemotronParseProcessor:
     def __init__(self):
         tokens = ("<s>", "</s>", "<pad>", "<predict_bbox>", "<predict_classes>", "<output_markdown>")
         self.tokenizer = train_tokenizer(tokens, eos="</s>", pad="<pad>", bos="<s>")
-        self.image_processor = None
+        self.image_processor = object()  # it has one; pages are resized here
 
     def __call__(self, images, text, padding, return_tensors):
         ended = [each + "</s>" for each in text]
@@ -93,7 +95,9 @@ class Phi4MMProcessor:
         return self.tokenizer.apply_chat_template(conversation, tokenize=tokenize, **options)
 
     def __call__(self, text, audios=None, images=None, return_tensors=None, **options):
-        out = dict(self.tokenizer(text, return_tensors=return_tensors, **options))
+        # The published code takes numbered places as well as the token itself.
+        named = [re.sub(r"<\|audio_\d+\|>", "<|endoftext11|>", each) for each in text]
+        out = dict(self.tokenizer(named, return_tensors=return_tensors, **options))
         empty = torch.tensor([])
         out |= {"input_image_embeds": empty, "image_sizes": empty, "image_attention_mask": empty}
         if audios:
