@@ -162,7 +162,7 @@ class RowCollator:
         return packs, self._finish(batch)
 
     def _join_neat(self, rows: Sequence[Row]) -> Joined:
-        """The reference's packed form, with a mask of document numbers or a 4-D one."""
+        """NeMo Automodel's packed form, with a mask of document numbers or a 4-D one."""
         options, packs = self._options, [self._pack(row) for row in rows]
         batch = neat_packed_vlm_collater(
             packs,
@@ -174,7 +174,7 @@ class RowCollator:
         return packs, self._finish(batch | _lengths(packs) | count_media(packs))
 
     def _join_thd(self, rows: Sequence[Row]) -> Joined:
-        """The reference's packed form with the lengths of the documents."""
+        """NeMo Automodel's packed form with the lengths of the documents."""
         options, packs = self._options, [self._pack(row) for row in rows]
         length = options.pack_size if options.pad_rows else None
         batch = packed_sequence_thd_vlm_collater(packs, self._padding_idx, length)
