@@ -96,7 +96,7 @@ def make_media(folder: Path) -> tuple[Path, Path]:
     (folder / "data.json").write_text(json.dumps(records))
     meta = folder / "meta.json"
     columns = {"messages": "messages", "images": "images", "videos": "videos"}
-    meta.write_text(json.dumps({"mixed": {"file_name": "data.json", "columns": columns}}))
+    meta.write_text(json.dumps({"mixed": {"file_name": "data.json", "media_dir": str(folder), "columns": columns}}))
     processor = folder / "processor"
     build_processor("qwen2_5_vl").save_pretrained(processor)
     make_shards(meta, folder / "shards", processor=str(processor))
