@@ -37,7 +37,7 @@ def test_ray_restores_a_killed_worker_and_a_loader_from_the_driver_goes_on(confo
         assert not compare_batches({0: seen[:saved] + seen[saved + lost :]}, [want[rank]], whole=True)
 
 
-@pytest.mark.parametrize("api", ["0", "1"])
+@pytest.mark.parametrize("api", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_a_process_that_only_imports_ray_train_is_none_of_its_workers(api):
     code = "import ray.train; from vlm_stream.world import find_world; w = find_world(); print(w.rank, w.size)"
     environment = os.environ | {"RAY_TRAIN_V2_ENABLED": api, "RANK": "1", "WORLD_SIZE": "2"}

@@ -12,7 +12,7 @@ from vlm_stream.testing.conformance.compare import own_loop
 
 
 @pytest.mark.trainers
-@pytest.mark.parametrize(("name", "num_workers"), [("ddp", 1), ("fsdp2", 0)])
+@pytest.mark.parametrize(("name", "num_workers"), [("ddp", 1), pytest.param("fsdp2", 0, marks=pytest.mark.slow)])
 def test_an_example_conforms(conformance_data, tmp_path, name, num_workers):
     function = f"tests.integrations.torch_trainers:{name}"
     report = check(function, tmp_path, data=conformance_data, num_workers=num_workers)

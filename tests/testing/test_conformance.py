@@ -49,7 +49,9 @@ SAME = {
 
 
 @pytest.mark.trainers
-@pytest.mark.parametrize(("name", "expected"), [("four_mistakes", FOUR), ("same_data_for_all", SAME)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("four_mistakes", FOUR), pytest.param("same_data_for_all", SAME, marks=pytest.mark.slow)]
+)
 def test_mistakes_are_found_and_named(data, tmp_path, name, expected):
     found = problems_of(name, data, tmp_path, cannot=ONCE)
     assert set(found) == set(expected)
@@ -58,6 +60,7 @@ def test_mistakes_are_found_and_named(data, tmp_path, name, expected):
 
 
 @pytest.mark.trainers
+@pytest.mark.slow
 def test_a_state_that_is_one_batch_late_is_found(data, tmp_path):
     found = problems_of("saves_late", data, tmp_path, cannot={"world": "not asked here"})
     assert set(found) == {"resume", "ranks", "length"}
@@ -218,6 +221,7 @@ def test_a_report_is_a_row_of_a_table():
 
 
 @pytest.mark.trainers
+@pytest.mark.slow
 def test_a_process_that_fails_shows_its_last_words(data, tmp_path):
     run = Run(data=data, folder=tmp_path / "checkpoints", records=tmp_path / "failed")
     with pytest.raises(LaunchError, match=r"on 1 ranks ended with the exit codes \[1\](.|\n)*no trainer at all"):
