@@ -16,6 +16,7 @@ import numpy as np
 
 from vlm_stream.blueprint import BatchName, Blueprint, Piece, Planned, Work
 from vlm_stream.build import BuildConfig, choose_family
+from vlm_stream.convert import user_cache
 from vlm_stream.datasets import Datasets
 from vlm_stream.encode import inject_fake_image
 from vlm_stream.errors import ConfigError, DatasetError
@@ -214,7 +215,7 @@ def open_plan(
     geometry = datasets.geometry() if processor is None else Geometry.from_processor(processor)
     geometry = _with_frames(geometry, options)
     beside = [path for found in datasets.opened if (path := Path(found.root)).is_absolute()]  # not those of stores
-    geometry.remember_in([*beside, Path.home() / ".cache" / "vlm_stream"])
+    geometry.remember_in([*beside, user_cache()])
     fake_tokens = 0
     if options.fake_image:
         if processor is None:

@@ -25,6 +25,7 @@ from vlm_stream.convert import make_shards, precount
 from vlm_stream.convert.job import record_order
 from vlm_stream.errors import BadSampleError, SourceError
 from vlm_stream.sources import collect_sample_stats, make_meta_dataset, open_source, table_file
+from vlm_stream.storage import open_store
 from vlm_stream.testing import build_processor, make_jpeg, make_wav
 
 if TYPE_CHECKING:
@@ -390,3 +391,14 @@ def test_placeholders_of_tars_made_elsewhere_take_their_members() -> None:
     assert to_conversation(fields, ["json", "jpg"], texts)[0]["content"][0] == {"type": "image", "image": "jpg"}
     with pytest.raises(BadSampleError, match="'images' has 2, but the user turns show <image> 1 times"):
         to_conversation(fields, ["json", "0.jpg", "1.jpg"], texts)
+
+
+@pytest.mark.parametrize("name", ["", "/", "/train-*.parquet", "/train-1.parquet"])
+def test_tables_on_an_object_store(s3_server, tmp_path, name):
+    rows = [{"texts": [{"user": f"What is {n}?", "assistant": f"Number {n}."}]} for n in range(8)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=4)
+    store = open_store(s3_server.url("tables"), s3_server.options)
+    for number in range(3):
+        store.put(f"data/train-{number}.parquet", tmp_path / "rows.parquet")
+    report = make_shards(f"{s3_server.url('tables')}/data{name}", tmp_path / "out", store=s3_server.options)
+    assert report.totals.samples == (8 if name.endswith("1.parquet") else 24)

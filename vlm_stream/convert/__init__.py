@@ -14,7 +14,7 @@ from __future__ import annotations
 from vlm_stream.convert.convert import ShardReport, make_shards
 from vlm_stream.convert.energon import is_metadataset, open_blends
 from vlm_stream.convert.foreign import IndexOptions, index_tars
-from vlm_stream.convert.in_place import Need, index_urls, open_dataset
+from vlm_stream.convert.in_place import Need, index_urls, open_dataset, user_cache
 from vlm_stream.convert.options import ShardOptions
 from vlm_stream.convert.precount import PrecountReport, precount
 from vlm_stream.convert.recount import GuessFit, RecountReport, fit_guess, recount
@@ -43,5 +43,6 @@ __all__ = [
     "open_dataset",
     "precount",
     "recount",
+    "user_cache",
     "verify_dataset",
 ]

@@ -183,7 +183,7 @@ def _stem(path: str) -> str:
 def _find_files(path: str, files: FileCache) -> dict[str, tuple[str, ...]] | None:
     """Return the files that a table, a folder or a pattern names, by the name of their entry; None: it is one file."""
     has_pattern = any(mark in path for mark in "*?[") and not Path(path).exists()
-    is_folder = path.endswith("/") if _is_remote(path) else Path(local_path(path)).is_dir()
+    is_folder = _is_remote_folder(path, files) if _is_remote(path) else Path(local_path(path)).is_dir()
     if not has_pattern and not is_folder:
         return {_stem(path): (path,)} if is_table(path) else None
     folder = path.rstrip("/")
@@ -206,6 +206,16 @@ def _find_files(path: str, files: FileCache) -> dict[str, tuple[str, ...]] | Non
     if twice is not None:
         raise SourceError(f"{path}: {' and '.join(groups[twice])} have the same name; convert them one by one.")
     return {name: tuple(paths) for name, paths in groups.items()}
+
+
+def _is_remote_folder(path: str, files: FileCache) -> bool:
+    """Tell whether a URL names a folder: by its slash, or because tables lie below a name without an extension."""
+    if path.endswith("/") or "." in path.rpartition("/")[2] or path.startswith(("http:", "https:", "data:")):
+        return path.endswith("/")
+    try:
+        return any(map(is_table, _list(path, files)))
+    except SourceError:  # it cannot be listed, or is not there: reading it as a file says so
+        return False
 
 
 def _is_remote(path: str) -> bool:
