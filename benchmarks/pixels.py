@@ -3,8 +3,8 @@
 Run by hand: `python benchmarks/pixels.py` (about three minutes; `--quick` for one). Each measurement is a fresh process
 with one worker process, and the two ways take turns; rates are those of the best round (other processes only slow
 them down), seconds of processor time are the worker's own. Read the ratios.
-Prints samples/s and bytes for images of two sizes and for a clip, where a worker's time goes, decoders, and the cost
-of `finish_pixels`.
+Prints samples/s and bytes for images of two sizes and for a clip, where a worker's time goes beside its limit (decoding
+and resizing alone), decoders, and the cost of `finish_pixels`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vlm_stream.convert import make_shards
 from vlm_stream.encode import EncodeConfig, Encoder
 from vlm_stream.media import decode_image
 from vlm_stream.pixels import CompactPath, finish_pixels
-from vlm_stream.pixels.uint8_processor import view_image
+from vlm_stream.pixels.compact import view_image
 from vlm_stream.testing import build_processor, make_mp4
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def run_child(shards: str, way: str, batch_size: int) -> None:
     num_samples = num_bytes = 0
     numbers: dict[str, float] = {}
     for number, batch in enumerate(loader):
-        pid = loader._pool.pids()[0]  # type: ignore[union-attr]
+        pid = loader.worker_pids()[0]
         if number == 0:  # the first batch pays for everything that is built once
             begin, cpu = time.perf_counter(), _cpu_seconds(pid)
             continue
@@ -177,7 +177,15 @@ def report_parts(data: bytes) -> None:
     sample = encoder.encode(chat, {})
     tokens = text.replace("<|image_pad|>", "<|image_pad|>" * int(sample["image_grid_thw"].prod() // 4))
     print(f"\nWhere the time goes, {width}x{height}, one thread, ms (best, median)")
+    _, rows, columns = sample["image_grid_thw"][0].tolist()
+    target = [rows * processor.image_processor.patch_size, columns * processor.image_processor.patch_size]
+
+    def bare() -> torch.Tensor:
+        pixels = view_image(decode_image(data))[None]
+        return torch.nn.functional.interpolate(pixels, target, mode="bicubic", antialias=True)
+
     parts: dict[str, Callable[[], Any]] = {
+        "the limit: decode and resize, in C": bare,
         "decode (Pillow)": lambda: decode_image(data),
         "to a tensor: Arrow, no copy": lambda: view_image(image),
         "to a tensor: np.array": lambda: torch.from_numpy(np.array(image)),

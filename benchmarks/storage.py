@@ -282,7 +282,8 @@ def figure_window(server, folder: Path) -> None:
 
 def serve_faults(port: int, mix: dict, pipe) -> None:
     """Run the proxy in a process of its own until the other end of the pipe closes."""
-    from tests.storage.fault_proxy import FaultMix, FaultProxy
+    from tests.servers import FaultMix
+    from vlm_stream.chaos import FaultProxy
 
     with FaultProxy(port) as proxy:
         proxy.faults = FaultMix(**mix)
@@ -329,9 +330,9 @@ def figure_faults(server, folder: Path) -> None:
 
 def figure_kills(server, folder: Path) -> None:
     """Fifty kills at random moments."""
-    from tests.storage.fault_proxy import Fault, FaultProxy
     from tests.storage.kill_fill import kill_during_fill
     from tests.storage.shard_data import write_shards
+    from vlm_stream.chaos import Fault, FaultProxy
     from vlm_stream.storage import StoreOptions
 
     shards = write_shards(

@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
 from tests.servers import S3Server
+from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+
+# Workers are forked from a server that has imported what most tests need, whichever test comes first in a process.
+multiprocessing.set_forkserver_preload(
+    [
+        "vlm_stream.build",
+        "vlm_stream.dispatch",
+        "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
+        "transformers.models.qwen2_vl.image_processing_qwen2_vl",
+        "transformers.models.qwen2_vl.video_processing_qwen2_vl",
+        "vlm_stream.testing",
+    ]
+)
 
 settings.register_profile("vlm_stream", deadline=None)  # machines are noisy: no test is about time
 settings.load_profile("vlm_stream")
+
+
+LONGEST = ("service/", "end_to_end/", "stream/", "dispatch/", "test_loader", "integrations/", "tokens/", "convert/")
+"""What takes long begins first, so that no process of a parallel run is left with it at the end."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort files by how long they take; `make test` keeps this order (`--no-loadscope-reorder`)."""
+    root = Path(__file__).parent.as_posix() + "/"
+
+    def rank(item: pytest.Item) -> int:
+        name = item.path.as_posix().removeprefix(root)
+        return next((rank for rank, begin in enumerate(LONGEST) if name.startswith(begin)), len(LONGEST))
+
+    items.sort(key=rank)
+
+
+@pytest.fixture
+def nothing_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody be doubted because a machine is busy, so that tests can count what is built, and who is lost."""
+    monkeypatch.setattr("vlm_stream.dispatch.schedule.Schedule._is_over", lambda *_: False)
+    monkeypatch.setattr("vlm_stream.dispatch.values.ScheduledBuilder.is_open", lambda self, _now: not self.is_retiring)
+    monkeypatch.setattr("vlm_stream.dispatch.ray_board._ANSWER_S", WAIT_S)
+    monkeypatch.setattr("vlm_stream.dispatch.ray_board._START_S", WAIT_S)
 
 
 @pytest.fixture(scope="session")

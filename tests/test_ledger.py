@@ -55,3 +55,22 @@ def test_a_ledger_is_written_to_its_file_and_shows_itself(tmp_path, caplog):
     ledger.extend(bads[:2])
     assert ledger.num_bad == 22
     assert len([record for record in caplog.records if "cannot be written" in record.getMessage()]) == 1
+
+
+def test_a_line_is_bounded_whatever_a_record_holds() -> None:
+    long = "iVBORw0KGgo" * 40_000
+    bad = BadSample(source=long, sample=long, stage="convert", reason="x", detail=long, origin=long, id=long)
+    assert len(bad.to_json()) < 5000
+
+
+EVIL = "a\x1b[2Jb\x9b31mc\u202ed\ne\x7f\u2066\r"
+
+
+def test_a_line_of_the_ledger_is_one_line_that_no_terminal_obeys() -> None:
+    bad = BadSample(source=EVIL, sample=EVIL, stage="read", reason="x", detail=EVIL, shard=EVIL, entry=EVIL, id=EVIL)
+    for text in (str(bad), bad.to_json(), repr(bad)):
+        assert text.isprintable()
+    assert bad.sample == r"a\x1b[2Jb\x9b31mc\u202ed\ne\x7f\u2066\r"
+    assert BadSample.from_json(bad.to_json()) == bad
+    harmless = "é 中文 👩\u200d👩 עברית"
+    assert BadSample(source="", sample=harmless, stage="", reason="", detail="").sample == harmless

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from vlm_stream.collate import ATTENTION_FORMS
+from vlm_stream.commands.arguments import media_limits
 from vlm_stream.errors import ConfigError
-from vlm_stream.options import LoaderOptions, StreamOptions, flag_fields, parse_keywords
+from vlm_stream.loader_options import LoaderOptions, parse_keywords
+from vlm_stream.media import MediaLimits
+from vlm_stream.options import StreamOptions, flag_fields
 from vlm_stream.plan import CostConfig, costs_of_model
 from vlm_stream.storage import StoreOptions
+from vlm_stream.tokens import FrameRule
 
 SIZES = {
     "text_config": {
@@ -73,7 +77,7 @@ def test_what_cannot_be_meant_is_refused(given, sentence):
 
 def test_every_choice_is_known_to_the_rooms():
     """Each value of each Literal makes a plan and a way to read."""
-    types = get_type_hints(StreamOptions, localns={"StoreOptions": StoreOptions})
+    types = get_type_hints(StreamOptions, localns={"StoreOptions": StoreOptions, "MediaLimits": MediaLimits})
     tried = 0
     for name, hint in types.items():
         for value in (v for part in (hint, *get_args(hint)) for v in get_args(part) if isinstance(v, str | bool)):
@@ -132,3 +136,40 @@ def test_every_option_has_one_sentence_of_help():
     declared = [*fields(StreamOptions), *fields(LoaderOptions)]
     assert all(len(each.metadata["help"]) > 8 and each.metadata["help"].endswith(".") for each in declared)
     assert {each.name for each in flag_fields()} >= {"mode", "pack_size", "batch_size", "seed"}
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"count": 4, "max_count": 2}, "count is 4, which is not between min_count .4. and max_count .2."),
+        ({"min_count": 1}, "there is no max_count, so the number of builders would not change"),
+        ({"count": 0, "local": 0}, "nobody would build"),
+        ({"counts": 3}, "there is no option 'builders.counts'"),
+        ({"num_cpus": -1}, "num_cpus is -1"),
+        ({"num_cpus": "many"}, "builders.num_cpus is 'many'"),
+    ],
+)
+def test_builders_that_cannot_be_meant_are_refused(given, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        LoaderOptions(builders=given)
+
+
+def test_builders_and_workers_are_two_things():
+    with pytest.raises(ConfigError, match="num_workers is 2 and builders are given"):
+        LoaderOptions(builders="ray", num_workers=2)
+    assert LoaderOptions(builders="ray").ray == LoaderOptions(builders={}).ray
+    with pytest.raises(ConfigError, match="nobody would build"):
+        LoaderOptions(builders={"local": 0}).with_builders(0)
+    assert LoaderOptions(builders={"count": 2, "max_count": 8}).with_builders(5).ray.limits is None
+
+
+def test_media_limits_reach_the_encoder_from_recipes_and_flags():
+    options = StreamOptions.parse({"mode": "plain", "media_limits": {"video_frames": 5}})
+    assert options.encode(FrameRule()).limits == MediaLimits(video_frames=5)
+    assert StreamOptions(mode="plain").encode(FrameRule()).limits == MediaLimits()
+    with pytest.raises(ConfigError, match=r"no option 'media_limits\.video_frame'; did you mean 'video_frames'"):
+        StreamOptions.parse({"mode": "plain", "media_limits": {"video_frame": 5}})
+    assert media_limits("image_pixels=20M,file_bytes=1GiB") == MediaLimits(image_pixels=20_000_000, file_bytes=1 << 30)
+    assert media_limits(None) is None
+    with pytest.raises(ConfigError, match=r"no option 'media_limits\.pixels'"):
+        media_limits("pixels=5")

@@ -4,8 +4,6 @@ The public names load on first use, so that `import vlm_stream` costs nothing: t
 with the rooms that need them.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Batch": "vlm_stream.batch",
+    "MediaLimits": "vlm_stream.media",
     "RawSample": "vlm_stream.build",
+    "RayBuilders": "vlm_stream.loader_options",
     "StoreOptions": "vlm_stream.storage",
     "StreamLoader": "vlm_stream.loader",
     "StreamOptions": "vlm_stream.options",
@@ -25,7 +25,9 @@ _HOMES = {
 
 __all__ = [
     "Batch",
+    "MediaLimits",
     "RawSample",
+    "RayBuilders",
     "StoreOptions",
     "StreamLoader",
     "StreamOptions",
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from vlm_stream.convert import make_shards
     from vlm_stream.errors import VlmStreamError
     from vlm_stream.loader import StreamLoader
+    from vlm_stream.loader_options import RayBuilders
+    from vlm_stream.media import MediaLimits
     from vlm_stream.options import StreamOptions
     from vlm_stream.pixels import finish_pixels
     from vlm_stream.storage import StoreOptions

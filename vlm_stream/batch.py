@@ -7,16 +7,12 @@ batch as `type(batch)(...)`, and that is where it is refused.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from vlm_stream.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["Batch"]
 
 
 class Batch(dict[str, Any]):
@@ -30,9 +26,10 @@ class Batch(dict[str, Any]):
         """
         super().__init__(*args, **kwargs)
         for name, value in self.items():
-            if isinstance(value, torch.Tensor) and _is_cut(value):
+            base = value._base if isinstance(value, torch.Tensor) else None
+            if base is not None and _is_cut(value, base):
                 raise ConfigError(
-                    f"batch['{name}'] was cut from {_rows_of_base(value)} to {len(value)} rows by code that cuts all "
+                    f"batch['{name}'] was cut from {len(base)} to {len(value)} rows by code that cuts all "
                     f"tensors of a batch alike; pixels and grids have other rows than tokens, so media would be lost. "
                     f"A batch is one rank's share already: give the trainer a StreamLoader (accelerator.prepare leaves "
                     f"it as it is), or see vlm_stream.integrations"
@@ -46,18 +43,9 @@ class Batch(dict[str, Any]):
         return batch
 
 
-def _is_cut(tensor: torch.Tensor) -> bool:
-    base = tensor._base
-    return (
-        base is not None
-        and 0 < tensor.ndim == base.ndim
-        and tensor.shape[1:] == base.shape[1:]
-        and tensor.shape[0] < base.shape[0]
-    )
-
-
-def _rows_of_base(tensor: torch.Tensor) -> int:
-    return len(tensor) if tensor._base is None else len(tensor._base)
+def _is_cut(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    same = 0 < tensor.ndim == base.ndim and tensor.shape[1:] == base.shape[1:]
+    return same and tensor.shape[0] < base.shape[0]
 
 
 def _without_base(value: Any) -> Any:

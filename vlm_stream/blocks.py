@@ -15,22 +15,17 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-__all__ = ["BlockPool", "BlockReader", "allocate_block", "offer_blocks"]
-
 _MIN_BYTES: Final = 1 << 20
-_LARGE_BYTES: Final = 1 << 18
-"""From here on a tensor that lies elsewhere is copied into a block to be sent."""
+_LARGE_BYTES: Final = 1 << 18  # from here on a tensor that lies elsewhere is copied into a block to be sent
 _KEPT_BLOCKS: Final = 16
 _MAPPING: Final = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 """All pages at once: asked for one by one, by faults, they take several times as long."""
@@ -42,12 +37,9 @@ class _Block:
     descriptor: int
     size: int
     pages: mmap.mmap
-    is_held: bool = False
-    """A tensor in it is alive in the worker."""
-    num_sent: int = 0
-    """How many times a tensor in it was sent, ever."""
-    num_dropped: int = 0
-    """How many of these the parent has dropped: once all are, it says the number of the last."""
+    is_held: bool = False  # a tensor in it is alive in the worker
+    num_sent: int = 0  # how many times a tensor in it was sent, ever
+    num_dropped: int = 0  # how many of these the parent has dropped: once all are, it says the number of the last
 
     @property
     def is_free(self) -> bool:
@@ -61,10 +53,8 @@ class BlockPool:
     def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
         self._num_made = 0
-        self._at: dict[int, _Block] = {}
-        """Blocks that are held, by address."""
-        self.is_welcome = False
-        """Whether the parent can read blocks."""
+        self._at: dict[int, _Block] = {}  # blocks that are held, by address
+        self.is_welcome = False  # whether the parent can read blocks
 
     def take_back(self, returned: Iterable[tuple[int, int]]) -> None:
         """Note blocks that the parent has dropped: the number of each, and of the last tensor in it that was sent."""
@@ -119,11 +109,8 @@ class BlockPool:
 
     def reduce(self, tensor: torch.Tensor) -> Any:
         """Pickle a tensor: by its place in a block, or its bytes if it is small; others as torch saves them."""
-        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        if not is_plain or tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
-            file = io.BytesIO()
-            torch.save(tensor, file)
-            return _load, (file.getvalue(),)
+        if (saved := save_odd(tensor)) is not None:
+            return load_odd, (saved,)
         block = self._at.get(tensor.untyped_storage().data_ptr())
         if block is None and tensor.nbytes >= _LARGE_BYTES:
             memory = self.allocate(tensor.nbytes)
@@ -131,8 +118,7 @@ class BlockPool:
                 tensor = memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
                 block = self._at[memory.untyped_storage().data_ptr()]
         if block is None:
-            data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            return _from_bytes, (data, tensor.dtype, tuple(tensor.shape))
+            return from_bytes, (flat_bytes(tensor).tobytes(), tensor.dtype, tuple(tensor.shape))
         block.num_sent += 1
         form = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
         place = (block.number, block.num_sent, block.descriptor, block.size)
@@ -172,15 +158,13 @@ class BlockReader:
     """The parent's side: reads the blocks of one worker and gives them back."""
 
     def __init__(self, pid: int) -> None:
-        """Look whether the worker's blocks can be opened."""
         self._pid = pid
         self._pages: dict[int, mmap.mmap] = {}
         self._arrays: dict[int, weakref.ref[Any]] = {}
         self._num_sent: dict[int, int] = {}
         """Of each block that is to be given back, how many tensors in it were sent, up to the last that came."""
         self._dropped: deque[int] = deque()
-        self._lock = threading.Lock()
-        """Between the threads that read from the worker and write to it."""
+        self._lock = threading.Lock()  # between the threads that read from the worker and write to it
         _readers[pid] = self
         self.can_read = hasattr(os, "memfd_create") and _can_look_into(pid)
 
@@ -240,15 +224,32 @@ def _can_look_into(pid: int) -> bool:
     return entry is not None
 
 
-def _load(data: bytes) -> torch.Tensor:
+def save_odd(tensor: torch.Tensor) -> bytes | None:
+    """Return a tensor as torch saves it, if it is more than its bytes, type and shape; else None."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    if is_plain and tensor.device.type == "cpu" and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg()):
+        return None
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return file.getvalue()
+
+
+def load_odd(data: bytes) -> torch.Tensor:
+    """Return what was saved."""
     tensor: torch.Tensor = torch.load(io.BytesIO(data), weights_only=True)
     return tensor
 
 
-def _from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+def flat_bytes(tensor: torch.Tensor) -> Any:
+    """Return the bytes of a tensor, which share its memory if they are in a row."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy()
+
+
+def from_bytes(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor that has these bytes: a copy of them, or over memory that may be written."""
+    if isinstance(data, bytes):
+        data = bytearray(data)
+    return torch.frombuffer(data, dtype=dtype).view(shape) if len(data) else torch.empty(shape, dtype=dtype)
 
 
 def _rebuild(pid: int, place: tuple[int, int, int, int], form: tuple[Any, ...]) -> torch.Tensor:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vlm_stream.clips import ClipCut
     from vlm_stream.ledger import BadSample
     from vlm_stream.storage import Span
     from vlm_stream.tokens import MediaSizes
-
-__all__ = ["BatchName", "Blueprint", "Piece", "Planned", "SampleRef", "Work"]
 
 SampleRef: TypeAlias = tuple[int, int, int]
 """Source, shard and row."""
@@ -48,6 +47,33 @@ class Piece(NamedTuple):
     """Of the meta file, or the file that it came from."""
     id: str | None = None
     """Its own; None: it has none."""
+    parts: tuple[Span, ...] = ()
+    """What is read in place of the span: the rest of the sample, samples whose members it shares, then the GOPs of
+    `clips` in order; empty: the span."""
+    clips: tuple[CutMember, ...] = ()
+    """Clips of which only some frames are read."""
+    text: tuple[Span, ...] = ()
+    """Where the tokens of its text are kept beside the index, for this processor; empty: nowhere. It can be built
+    without them."""
+
+    @property
+    def reads(self) -> tuple[Span, ...]:
+        """Return what is read."""
+        return self.parts or (self.span,)
+
+
+class CutMember(NamedTuple):
+    """A clip of which only some frames are read."""
+
+    name: str
+    """Of the member."""
+    cut: ClipCut
+    facts: tuple[int, int, int, float, float]
+    """Frames, height, width, frames per second and seconds of the clip, or of the GOPs of which its parts are cut."""
+    videos: tuple[int, ...]
+    """Which of the sample's videos show it."""
+    spans: tuple[tuple[float, float | None, int, int], ...] = ()
+    """Parts of it that are shown: start and end in seconds, first frame, frames."""
 
 
 class Work(NamedTuple):
@@ -59,7 +85,8 @@ class Work(NamedTuple):
     """Bytes to fetch."""
     image_pixels: int
     video_pixels: int
-    """Pixels of the frames of the clips' files: decoders go through most of them."""
+    """Pixels of the frames that are decoded: of those that a cut has, or of a whole file, of which decoders go through
+    most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,29 +6,16 @@ Only the module of the command that was asked for is imported, so `--help` and `
 Exit codes: 0 done, 1 the job failed or found problems, 2 the call, the input or the dataset cannot be used.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vlm_stream import __version__
-from vlm_stream.errors import (
-    AccessError,
-    DatasetError,
-    InputError,
-    NotFoundError,
-    VlmStreamError,
-    nearest_name,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["COMMANDS", "main"]
+from vlm_stream.errors import AccessError, DatasetError, InputError, NotFoundError, VlmStreamError, clean, nearest_name
 
 COMMANDS: Final = {
     "make-shards": "turn JSON, Parquet or meta files and their media into indexed WebDataset shards",
@@ -40,7 +27,12 @@ COMMANDS: Final = {
     "plan": "the dry run: fill, steps, balance and requests, from the index alone",
     "where": "which samples a step holds, or at which step a sample is delivered",
     "replay": "rebuild the batches of one step and rank, bit for bit",
+    "builders": "start, end and watch a pool of builders on a Ray cluster",
+    "chaos": "run a recipe under kills, stops and damage, and compare every batch with the plan",
+    "view": "a page in the browser to see samples, packs, steps and runs",
+    "show": "samples or a step in the terminal, or as one HTML file",
     "bench": "run a loader without a model and show where the time goes",
+    "size": "how many cores a training needs, from a short measurement on your data",
 }
 
 _UNUSABLE: Final = (InputError, DatasetError, NotFoundError, AccessError)
@@ -115,7 +107,7 @@ def _run_bare(arguments: list[str]) -> int:
 
 
 def _fail(sentence: str, code: int) -> int:
-    sys.stderr.write(f"error: {sentence}\n")
+    sys.stderr.write(f"error: {clean(sentence)}\n")
     return code
 
 

@@ -5,40 +5,33 @@
 
 Between rooms a conversation is plain JSON data. A media item is `{"type": medium, medium: where, **extras}`: `where` is
 a path or URL in a source, a member name in a shard, and a decoded object once the medium is loaded; a video may also be
-a list of frames. Extras such as `frame_indices` and `fps` travel along. This file knows the form and nothing else: it
-refuses what does not have it, so that whoever reads a conversation need not ask.
+a list of frames. Extras such as `frame_indices`, `fps`, `start` and `end` travel along. This file knows the form and
+nothing else: it refuses what does not have it, so that whoever reads a conversation need not ask.
 """
-
-from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from vlm_stream.errors import BadSampleError, say_error
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = [
-    "MEDIA_TYPES",
-    "Conversation",
-    "Item",
-    "Message",
-    "check_conversation",
-    "frame_rate",
-    "given_tokens",
-    "iter_media",
-    "named_frames",
-]
 
 Item: TypeAlias = dict[str, Any]
 Message: TypeAlias = dict[str, Any]
 Conversation: TypeAlias = list[Message]
 
 MEDIA_TYPES: Final = ("image", "video", "audio")
-_MAX_FRAME: Final = 2**31
-"""Frame numbers of containers and indexes have 32 bits."""
+SPAN_KEYS: Final = ("start", "end")
+_MAX_FRAME: Final = 2**31  # frame numbers of containers and indexes have 32 bits
+
+
+class Seconds(NamedTuple):
+    """A part of a video or a sound."""
+
+    start: float
+    end: float | None
+    """Not in it; None: up to the end of the file."""
 
 
 def iter_media(conversation: Conversation) -> Iterator[Item]:
@@ -49,6 +42,20 @@ def iter_media(conversation: Conversation) -> Iterator[Item]:
             for item in content:
                 if item.get("type") in MEDIA_TYPES:
                     yield item
+
+
+def map_media(conversation: Conversation, change: Callable[[Item], Item]) -> Conversation:
+    """Return a copy whose media items are what `change` makes of them, called in the order of `iter_media`."""
+
+    def changed(item: Any) -> Any:
+        return change(item) if isinstance(item, dict) and item.get("type") in MEDIA_TYPES else item
+
+    return [
+        {**message, "content": [changed(item) for item in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in conversation
+    ]
 
 
 def given_tokens(count: Any) -> int | None:
@@ -100,11 +107,7 @@ def _check_text(text: str, number: int) -> None:
 
 
 def frame_rate(item: Item) -> float | None:
-    """Return the frames per second that a list of frames brings along; None where it does not say.
-
-    Raises:
-        BadSampleError: What stands there is no rate.
-    """
+    """Return the frames per second that a list of frames brings along; None where it does not say."""
     fps = item.get("fps")
     if fps is None or (fps == 0 and not isinstance(fps, bool)):
         return None
@@ -119,11 +122,7 @@ def frame_rate(item: Item) -> float | None:
 
 
 def named_frames(item: Item) -> list[int] | None:
-    """Return the frames that a video item names itself; None where it names none.
-
-    Raises:
-        BadSampleError: `frame_indices` are not frame numbers.
-    """
+    """Return the frames that a video item names itself; None where it names none."""
     indices = item.get("frame_indices")
     if indices is None:
         return None
@@ -133,6 +132,37 @@ def named_frames(item: Item) -> list[int] | None:
         shown = str(list(indices)[:8])[:80] if is_list else _kind(indices)
         raise _bad("frame_index", f"frame_indices are {shown}, not frame numbers.")
     return [number for number in numbers if number is not None]
+
+
+def named_span(item: Item) -> Seconds | None:
+    """Return the seconds of its file that a video or audio item shows; None: all of them.
+
+    The item is then a clip of its own: its frames, its times and its `frame_indices` count from the first frame in it.
+    """
+    start, end = (item.get(key) for key in SPAN_KEYS)
+    if start is None and end is None:
+        return None
+    begin, stop = 0.0 if start is None else _seconds(start), None if end is None else _seconds(end)
+    if not 0 <= begin < math.inf or not (stop is None or begin < stop < math.inf):
+        shown = " and ".join(repr(each)[:40] for each in (start, end))
+        raise _bad("bad_span", f"start and end are {shown}, no part of a clip; write seconds, 0 <= start < end.")
+    if not isinstance(item.get(item["type"]), (str, bytes, bytearray, memoryview, PurePath)):
+        detail = "start and end are seconds of a file, and the item holds frames or samples; leave out those not shown."
+        raise _bad("bad_span", detail)
+    return Seconds(begin, stop)
+
+
+def without_span(item: Item) -> Item:
+    """Return an item whose medium was cut already."""
+    return {key: value for key, value in item.items() if key not in SPAN_KEYS}
+
+
+def _seconds(value: Any) -> float:
+    """Return a number; NaN for anything else."""
+    try:
+        return math.nan if isinstance(value, (str, bytes, bool)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _frame_number(index: Any) -> int | None:

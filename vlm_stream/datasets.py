@@ -1,44 +1,33 @@
 """The opened sources of a mixture: any URL becomes an opened dataset; what the plan asks is asked of all of them."""
 
-from __future__ import annotations
-
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from vlm_stream.convert import fit_guess, open_blends, open_dataset
-from vlm_stream.errors import ConfigError, DatasetError, nearest_name
-from vlm_stream.format import IndexCache
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vlm_stream.convert import GuessFit, Need
-    from vlm_stream.format import Drawn, OpenDataset
-    from vlm_stream.options import StreamOptions
-    from vlm_stream.plan import Ref
-    from vlm_stream.recipe import SourceOptions
-    from vlm_stream.tokens import Geometry
-
-__all__ = ["Datasets"]
+from vlm_stream.collate import Family, family_of
+from vlm_stream.convert import GuessFit, Need, fit_guess, open_blends, open_dataset
+from vlm_stream.encode import kept_text_key
+from vlm_stream.errors import ConfigError, DatasetError, InputError, nearest_name, shorten
+from vlm_stream.format import Drawn, IndexCache, OpenDataset, texts_name
+from vlm_stream.options import StreamOptions
+from vlm_stream.plan import Ref
+from vlm_stream.recipe import SourceOptions
+from vlm_stream.storage import Span
+from vlm_stream.tokens import FrameText, Geometry
 
 logger = logging.getLogger(__name__)
-
-_INDEX_BYTES = 128 << 20
 
 
 class Datasets:
     """The opened sources of a mixture: what the plan asks of their indexes, and where drawn samples lie."""
 
     def __init__(self, sources: Sequence[SourceOptions], options: StreamOptions, need: Need = "members") -> None:
-        """Read the manifests; tars without one are indexed for what their samples are needed for.
-
-        Raises:
-            DatasetError: A dataset has no samples.
-        """
-        cache = IndexCache(_INDEX_BYTES)
+        """Read the manifests; tars without one are indexed for what their samples are needed for."""
+        cache = IndexCache(options.index_bytes)
         self.lock = threading.Lock()
         """One thread at a time reads indexes: that of a running plan, or one that counts batches."""
+        self._told_text: set[str] = set()
         self.sources: list[SourceOptions] = []
         """Those of the plan: one for each entry of a dataset whose entries have weights."""
         self.opened: list[OpenDataset] = []
@@ -87,11 +76,7 @@ class Datasets:
             )
 
     def check_text_only(self, tokenizer: Any) -> None:
-        """Refuse a bare tokenizer where there are media.
-
-        Raises:
-            ConfigError: A source has media, which a tokenizer does not read.
-        """
+        """Refuse a bare tokenizer where there are media."""
         for source, dataset in zip(self.sources, self.opened, strict=True):
             totals = dataset.manifest.totals
             if totals.samples != totals.text_only:
@@ -101,28 +86,58 @@ class Datasets:
                     f"so none of them could be encoded; give the model's processor (AutoProcessor.from_pretrained)"
                 )
 
-    def fit_guesses(self, processor: Any, geometry: Geometry, options: StreamOptions) -> tuple[GuessFit | None, ...]:
-        """Return how to correct the text lengths of each source that were guessed; None for those that were not.
+    def fit_guesses(
+        self, processor: Any, geometry: Geometry, options: StreamOptions, family: Family
+    ) -> tuple[GuessFit | None, ...]:
+        """Return how to correct the text lengths of each source; None where they were counted as they will be encoded.
 
-        Packs of guessed lengths would overflow, and what does not fit its row is lost.
+        Packs of guessed lengths, or of samples that a family chosen by name lengthens, would overflow, and what does
+        not fit its row is lost.
         """
         if options.mode != "packed":
             return (None,) * len(self.opened)
+        steps = family.steps_for(processor)
+        is_other = steps.changes_text and family.name != family_of(processor, encodes=True).name
         fits = []
         for source, dataset in zip(self.sources, self.opened, strict=True):
-            is_guess = not dataset.manifest.tokens.template_sha256
-            fit = fit_guess(dataset, processor, geometry, options.store) if is_guess else None
+            is_guess = is_other or not dataset.manifest.tokens.template_sha256
+            fit = fit_guess(dataset, processor, geometry, options.store, steps) if is_guess else None
             fits.append(fit)
             if fit is not None:
                 logger.warning(
-                    "packs of %s are planned with %.3g times its guessed text and %.3g tokens a sample, as %d of its "
-                    "samples need; rows would be fuller if all were counted",
+                    "packs of %s are planned with %.3g times the text of its index and %.3g tokens a sample, as %d of "
+                    "its samples need; rows would be fuller if all were counted",
                     source.url,
                     fit.slope * fit.margin,
                     fit.offset * fit.margin,
                     fit.num_samples,
                 )
         return tuple(fits)
+
+    def frame_texts(self, processor: Any, geometry: Geometry, text: str) -> tuple[FrameText | None, ...]:
+        """Return what corrects the text of each source; None where it was not counted for this processor."""
+        if not geometry.frames.keyframes or not text:
+            return ()
+        manifests = [dataset.manifest for dataset in self.opened]
+        return tuple(
+            FrameText(processor, each.geometry, geometry) if each.tokens.template_sha256 == text else None
+            for each in manifests
+        )
+
+    def find(self, name: str) -> list[Ref]:
+        """Return the samples with that key, or with that id of their own.
+
+        Raises:
+            InputError: There is none.
+        """
+        with self.lock:
+            found = [Ref(number, *place) for number, dataset in enumerate(self.opened) for place in dataset.find(name)]
+        if not found:
+            raise InputError(
+                f"no source has a sample with the key or the id '{name}'; both are in the ledger and in refs, keys "
+                f"also in the tars, ids in the data that they were made of"
+            )
+        return found
 
     def draw(self, refs: Sequence[Ref]) -> list[Drawn]:
         """Look samples up."""
@@ -133,6 +148,36 @@ class Datasets:
                 drawn = self.opened[number].draw_many([ref.shard for ref in own], [ref.row for ref in own])
             found.update(zip(own, drawn, strict=True))
         return [found[ref] for ref in refs]
+
+    def tables(self, refs: Sequence[Ref], drawn: Sequence[Drawn]) -> list[bytes | None]:
+        """Return the tables of samples' clips; None where there are none, or not those that the index describes."""
+        found: dict[int, bytes | None] = {}
+        for number in {ref.source for ref in refs}:
+            own = [place for place, ref in enumerate(refs) if ref.source == number]
+            places = [table for place in own if (table := drawn[place].table) is not None]
+            found.update(zip(own, self.opened[number].tables(places), strict=True))
+        return [found[place] for place in range(len(refs))]
+
+    def text_part(self, source: int, drawn: Drawn, key: str) -> tuple[Span, ...]:
+        """Return where the tokens of a sample's text are kept beside the index, if they are those of a key."""
+        if drawn.text is None:
+            return ()
+        dataset = self.opened[source]
+        counted = dataset.manifest.tokens
+        kept = kept_text_key(counted.template_sha256, counted.library)
+        if kept != key:
+            if dataset.root not in self._told_text:
+                self._told_text.add(dataset.root)
+                logger.info(
+                    "the text that was tokenised beside the indexes of %s is of another tokenizer, template or release "
+                    "(%s, not %s), so samples are tokenised in training, to the same result",
+                    dataset.root,
+                    shorten(kept),
+                    key,
+                )
+            return ()
+        offset, size, crc32c = drawn.text
+        return (Span(dataset.root, texts_name(drawn.span.path, key), offset, size, crc32c, (("", offset, size),)),)
 
 
 def _drawn_entries(source: SourceOptions, dataset: OpenDataset) -> list[str]:

@@ -18,14 +18,18 @@ VlmStreamError
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Final
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
+    "NO_DESCRIPTORS",
     "AccessError",
     "BadBudgetError",
     "BadSampleError",
@@ -41,19 +45,52 @@ __all__ = [
     "VlmStreamError",
     "WorkerError",
     "blame_sample",
+    "hide_secrets",
     "nearest_name",
+    "num_descriptors",
+    "require",
     "say_error",
+    "say_no_descriptors",
     "shorten",
 ]
 
+NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
+"""Errors of opening a file that are the process's or the machine's, never a sample's."""
+_USER: Final = re.compile(r"://[^/\s@]*(?:@[^/\s@]*)*@")
+_VALUE: Final = re.compile(r"([?&;][^\s=&;?/]{1,80}=)[^\s&;'\"<>)]+")
+_BARE_QUERY: Final = re.compile(r"(://[^\s?]*\?)[^\s=&?]{8,}(?=[\s'\",)]|$)")
+_OBEYED: Final = {
+    code: chr(code).encode("unicode_escape").decode("ascii")
+    for code in (
+        *(code for code in range(0x20) if chr(code) not in "\n\t"),
+        *range(0x7F, 0xA0),  # delete, and the control characters of eight bits: U+009B begins a sequence, too
+        *(0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)),  # they turn lines around
+        *(0x2028, 0x2029),  # ends of lines
+    )
+}
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 """Of an object in memory: the same sample is to give the same line in every ledger."""
 _DETAIL_CHARACTERS: Final = 1000
 """What is said of one bad sample: ledgers are read by people and kept whole."""
 
 
+def hide_secrets(text: str) -> str:
+    """Return a text in which URLs show no password and no value of a query: signatures are such.
+
+    >>> hide_secrets("GET https://me:secret@host/a.jpg?X-Amz-Signature=abc&v=2 failed")
+    'GET https://***@host/a.jpg?X-Amz-Signature=***&v=*** failed'
+    """
+    if "://" not in text:
+        return text
+    return _BARE_QUERY.sub(r"\1***", _VALUE.sub(r"\1***", _USER.sub("://***@", text)))
+
+
 class VlmStreamError(Exception):
     """Base of everything that this package raises on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        """Keep the sentence, without secrets: it goes to logs, ledgers and traces."""
+        super().__init__(*(hide_secrets(each) if isinstance(each, str) else each for each in args))
 
 
 class InputError(VlmStreamError):
@@ -86,6 +123,14 @@ class MissingExtraError(InputError, ImportError):
     def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
         """Survive the trip from a worker process."""
         return type(self), self._parts
+
+
+def require(module: str, extra: str, purpose: str) -> Any:
+    """Import what an extra brings, or say which one `purpose` needs."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(module.partition(".")[0], extra, purpose) from error
 
 
 class DatasetError(VlmStreamError):
@@ -143,19 +188,46 @@ def blame_sample(error: Exception, stage: str, reason: str, fact: str) -> BadSam
     """Return what a sample is charged with; raise the error again where no sample can be blamed for it.
 
     Bytes of a sample can make a decoder, a template or our own code raise nearly anything, but not errors that say
-    something about the program: what this package raises on purpose, and a library that is missing.
+    something about the program: what this package raises on purpose, a library that is missing, a process that may
+    open no more files.
 
-    Args:
-        error: What was raised while one sample was worked on.
-        stage: Where, for an error that does not say it itself.
-        reason: A short stable code, likewise.
-        fact: The beginning of a sentence, to which the error's type and its first line are added, likewise.
+    `stage`, `reason` (a short stable code) and `fact` (the beginning of a sentence) are for an error that does not say
+    them itself; its type and first line are added to the fact.
     """
     if isinstance(error, BadSampleError):
         return error
     if isinstance(error, (VlmStreamError, ImportError)):
         raise error
+    if not _can_open():
+        raise StorageError(say_no_descriptors("a sample could not be decoded")) from error
     return BadSampleError(stage, reason, f"{fact} ({say_error(error)}).")
+
+
+def num_descriptors() -> int:
+    """Return how many descriptors this process may have open."""
+    try:
+        import resource
+    except ImportError:  # not Unix
+        return 512
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+
+
+def _can_open() -> bool:
+    """Tell whether this process may open another file; what libraries raise then says anything."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno not in NO_DESCRIPTORS
+    return True
+
+
+def say_no_descriptors(fact: str) -> str:
+    """Return the sentence for a process that may open no more files."""
+    return (
+        f"{fact}: this process has as many files open as it may ({num_descriptors()}), which says nothing about the "
+        f"data. Raise the limit (ulimit -n 4096) and resume; the state is good."
+    )
 
 
 def say_error(error: BaseException, limit: int = 300) -> str:
@@ -172,12 +244,24 @@ def say_error(error: BaseException, limit: int = 300) -> str:
     return f"{type(error).__name__}: {shorten(first, limit)}" if first else type(error).__name__
 
 
+def clean(text: str) -> str:
+    r"""Return a text in which what a terminal or a reader would obey is spelled out, and what UTF-8 cannot hold.
+
+    Line ends and tabs stay.
+
+    >>> clean("red \x1b[31m")
+    'red \\x1b[31m'
+    """
+    return text.translate(_OBEYED).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def shorten(text: str, limit: int = _DETAIL_CHARACTERS) -> str:
-    """Return a text of at most `limit` characters: its beginning, and its end where the way out stands.
+    """Return a text without secrets and of at most `limit` characters: its beginning, and its end, the way out.
 
     >>> shorten("abcdefghijkl", 10)
     'abcde ... '
     """
+    text = hide_secrets(text)
     if len(text) <= limit:
         return text
     end = limit // 4 if limit > 40 else 0

@@ -3,8 +3,6 @@
 Values only: no torch, no imports from other rooms. A key that only one room reads is named in that room.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
@@ -68,3 +66,9 @@ MEDIA_KEYS: Final = (
     VIDEO_COUNTS_KEY,
 )
 """All keys under which a batch carries images and videos."""
+
+IMAGE_FORMATS: Final = (
+    *("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM"),
+    *("HEIF", "JXL"),  # where the user has registered a plugin for them
+)
+"""Of the formats that Pillow knows, those that are read: others are an interpreter (EPS) or have no magic bytes."""

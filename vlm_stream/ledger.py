@@ -9,21 +9,18 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
-from vlm_stream.errors import BadBudgetError, shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-__all__ = ["BadSample", "Ledger"]
+from vlm_stream.errors import BadBudgetError, clean, shorten
 
 logger = logging.getLogger(__name__)
 
 _TOLD: Final = 10
 """How many of the newest stand in a message."""
+_ENDS: Final = str.maketrans({"\n": "\\n", "\t": "\\t"})
 _NAME_CHARACTERS: Final = 500
 """Of an id or a path: records may hold anything there."""
 
@@ -54,14 +51,14 @@ class BadSample:
     """Where the record stands in the input, while that is known: its file and its place there."""
 
     def __post_init__(self) -> None:
-        """Keep the sentence short, and spell what UTF-8 cannot hold: names in tars, halves of surrogate pairs."""
+        """Keep texts short and without secrets; spell what a terminal would obey and what UTF-8 cannot hold."""
         object.__setattr__(self, "detail", shorten(self.detail))
         for name in ("source", "sample", "detail", "shard", "entry", "id", "origin"):
             text = getattr(self, name)
-            if len(text) > _NAME_CHARACTERS and name != "detail":
-                object.__setattr__(self, name, text := shorten(text, _NAME_CHARACTERS))
-            if not text.isascii():
-                object.__setattr__(self, name, text.encode("utf-8", "backslashreplace").decode("utf-8"))
+            if name != "detail":
+                text = shorten(text, _NAME_CHARACTERS)
+            # One line, whatever stands in it.
+            object.__setattr__(self, name, text if text.isprintable() else clean(text).translate(_ENDS))
 
     def to_json(self) -> str:
         """Return one line of the ledger's JSONL form; places that are not known are left out."""
@@ -70,11 +67,10 @@ class BadSample:
 
     @classmethod
     def from_json(cls, line: str) -> BadSample:
-        """Read a line that `to_json` wrote."""
+        """Return what `to_json` wrote."""
         return cls(**json.loads(line))
 
     def __str__(self) -> str:
-        """Return the form in which people read it in a log."""
         origin = f" ({self.origin})" if self.origin else ""
         place = f" in {self.shard}" + (f" at byte {self.offset}" if self.offset >= 0 else "") if self.shard else ""
         own = " ".join(filter(None, (self.entry, self.id)))
@@ -101,7 +97,6 @@ class Ledger:
 
     @property
     def num_bad(self) -> int:
-        """Return how many samples were bad."""
         return self.counts.total()
 
     def saw(self, num_samples: int = 1) -> None:
@@ -140,14 +135,12 @@ class Ledger:
             )
 
     def __repr__(self) -> str:
-        """Return how many samples were bad, why, and which ones came last."""
         lines = [f"{self.num_bad} of {self.num_seen} samples were bad"]
         lines += [f"  {count} x {reason}" for reason, count in self.by_reason().items()]
         lines += [f"  {bad}" for bad in list(self.newest)[-_TOLD:]]
         return "\n".join(lines)
 
     def extend(self, bads: Iterable[BadSample]) -> None:
-        """Record several."""
         for bad in bads:
             self.add(bad)
 
@@ -156,5 +149,4 @@ class Ledger:
         return {f"{stage}: {reason}": n for (stage, reason), n in self.counts.most_common()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return seen, bad and counts as JSON values."""
         return {"seen": self.num_seen, "bad": self.num_bad, "by_reason": self.by_reason()}

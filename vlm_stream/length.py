@@ -9,19 +9,17 @@ import hashlib
 import itertools
 import json
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from vlm_stream.options import StreamOptions
+from vlm_stream.recipe import SourceOptions
 
-    from vlm_stream.options import StreamOptions
+if TYPE_CHECKING:
     from vlm_stream.plan import Count, Planner
     from vlm_stream.planning import Plan
-    from vlm_stream.recipe import SourceOptions
     from vlm_stream.state import RunState
-
-__all__ = ["LengthEstimate", "count_rounds", "estimate_length", "is_endless", "length_key"]
 
 _PROBED_WINDOWS: Final = 4
 
@@ -31,8 +29,7 @@ class LengthEstimate:
     """About how many batches there are."""
 
     batches: int
-    error: int
-    """Two standard deviations, from the spread of the windows that were looked at."""
+    error: int  # two standard deviations, from the spread of the windows that were looked at
 
 
 def is_endless(options: StreamOptions) -> bool:
@@ -51,13 +48,7 @@ def length_key(sources: Sequence[SourceOptions], options: StreamOptions, world_s
 
 
 def count_rounds(plan: Plan, world_size: int, state: RunState) -> Iterator[Count]:
-    """Yield what is left of the present round, then the next rounds, one by one and without end.
-
-    Args:
-        plan: Of the present round.
-        world_size: Number of ranks.
-        state: Where the round stands.
-    """
+    """Yield what is left of the present round, then the next rounds, one by one and without end."""
     options = plan.build.options
     shape, place, planner = options.shape(world_size), state.plan, plan.planner
     while True:
@@ -86,8 +77,7 @@ def estimate_length(plan: Plan, world_size: int) -> LengthEstimate:
     error = 2 * spread * total * math.sqrt(1 / len(draws) + 1 / num_windows)
     steps = math.ceil(total * per_draw / shape.units_per_step)
     return LengthEstimate(
-        steps * shape.micro_batches,
-        (math.ceil(error / shape.units_per_step) + 1) * shape.micro_batches,
+        steps * shape.micro_batches, (math.ceil(error / shape.units_per_step) + 1) * shape.micro_batches
     )
 
 

@@ -7,29 +7,32 @@ of ranks and workers.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import sys
 import weakref
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from vlm_stream.allocator import resident_bytes
 from vlm_stream.build import UnknownLabels
+from vlm_stream.dispatch import DISPATCH_COUNTS, all_stacks
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.iteration import Iteration
 from vlm_stream.ledger import Ledger
 from vlm_stream.length import LengthEstimate, count_rounds, estimate_length, is_endless, length_key
-from vlm_stream.metrics import Meter, resident_bytes, serve_prometheus
-from vlm_stream.options import parse_keywords
+from vlm_stream.loader_options import parse_keywords
+from vlm_stream.metrics import Meter, serve_prometheus
 from vlm_stream.pixels import DEFAULT_DTYPE, DeviceFeed
 from vlm_stream.state import RunState
 from vlm_stream.stream import VLMStream, refuse_bare_lightning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
 
     from vlm_stream.blueprint import Planned
@@ -37,9 +40,8 @@ if TYPE_CHECKING:
     from vlm_stream.dispatch import Dispatcher
     from vlm_stream.options import StreamOptions
     from vlm_stream.recipe import Sources
+    from vlm_stream.view import Shown, Viewer, ViewServer
     from vlm_stream.world import World
-
-__all__ = ["StreamLoader"]
 
 _KEPT_PLACES: Final = 64
 
@@ -118,8 +120,8 @@ class StreamLoader:
         """Where it stood before each of the latest batches."""
         self._length: tuple[str, int] | None = None
         self._running: weakref.ref[Iteration] | None = None
-        self._num_restarts = self._num_recycled = 0
-        """Of the workers of iterations that have ended."""
+        self._ended: Counter[str] = Counter()
+        """What has happened to the builders of iterations that have ended."""
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], **overrides: Any) -> StreamLoader:
@@ -285,29 +287,80 @@ class StreamLoader:
         self._length = state.length
 
     def set_workers(self, num_workers: int) -> None:
-        """Build with another number of processes, now and in later iterations; no batch is lost or repeated."""
-        self._workers = replace(self._workers, num_workers=num_workers)
-        running = self._iteration
-        if running is not None:
+        """Build with another number of workers, now and in later iterations; no batch is lost or repeated."""
+        self._workers = self._workers.with_builders(num_workers)
+        if (running := self._iteration) is not None:
             running.set_workers(self._workers, self._place.plan_state())
 
     def worker_pids(self) -> list[int]:
         """Return the process ids of the running workers."""
         return self._dispatcher.pids() if self._dispatcher is not None else []
 
+    def stacks(self) -> str:
+        """Return where the threads of this process and of its workers are, for when no batch comes."""
+        return all_stacks(self.worker_pids())
+
+    def builders(self) -> list[dict[str, Any]]:
+        """Return a row for each running builder: where it is, and what it has done.
+
+        `built` and `failed` are batches, `hedged` those that another one was given too because this one was late,
+        `waited_s` is for how long the trainer waited for its batches, `seconds` what it worked.
+        """
+        return self._dispatcher.builders() if self._dispatcher is not None else []
+
+    def costs(self) -> dict[str, Any] | None:
+        """Return what building costs by samples, tokens and pixels, as running workers show; None: there are none."""
+        return None if self._dispatcher is None else self._dispatcher.costs()
+
     def metrics(self) -> dict[str, float]:
         """Return counts, rates and times per stage so far, for TensorBoard, W&B or a table."""
-        running = self._dispatcher
+        running, counts = self._dispatcher, self._ended.copy()
+        counts.update({} if running is None else running.counts())
         return self._meter.numbers(pack_size=self.options.pack_size) | {
             "ready_batches": running.num_ready() if running is not None else 0,
-            "worker_restarts": self._num_restarts + (running.num_restarts if running is not None else 0),
-            "workers_recycled": self._num_recycled + (running.num_recycled if running is not None else 0),
-            "resident_megabytes": resident_bytes([os.getpid(), *self.worker_pids()]) / 1e6,
+            "builders": len(self.builders()),
+            **{name: counts[name] for name in DISPATCH_COUNTS},
+            "resident_megabytes": (resident_bytes() + sum(map(resident_bytes, self.worker_pids()))) / 1e6,
         }
 
     def serve_metrics(self, port: int, address: str = "127.0.0.1") -> Any:
-        """Serve `metrics()` to Prometheus at `http://address:port/metrics`."""
-        return serve_prometheus(self.metrics, port, address)
+        """Serve `metrics()`, and `builders()` by builder and node, to Prometheus at `http://address:port/metrics`."""
+        return serve_prometheus(self.metrics, port, address, builders=self.builders)
+
+    def serve_view(self, port: int = 0, address: str = "127.0.0.1") -> ViewServer:
+        """Serve the viewer on this run and its data, from a thread; the URL is in what is returned (extra `view`).
+
+        At another address than loopback the URL has a token in it.
+        """
+        from vlm_stream.view import ViewServer
+
+        return ViewServer(self._open_viewer(), address, port).start()
+
+    def show(self, batch: Mapping[str, Any]) -> Shown:
+        """Return a batch as a document for notebooks; `save(path)` writes it; `with_refs=True` names samples."""
+        from vlm_stream.view import show_batch
+
+        viewer = self._open_viewer()
+        try:
+            return show_batch(viewer, batch)
+        finally:
+            viewer.close()
+
+    def _open_viewer(self) -> Viewer:
+        from vlm_stream.processors import open_processor
+        from vlm_stream.view import Viewer, Watched
+
+        stream = self.stream
+        processor = copy.deepcopy(open_processor(stream.processor))  # this thread may be encoding with its own
+        epochs = self._place.rounds * (self.options.epochs or 0)
+        return Viewer(
+            stream.sources,
+            self.options,
+            processor,
+            world=self.world.size,
+            plan=stream.plan(),
+            run=Watched(epochs_before=epochs, loader=self),
+        )
 
     @property
     def _iteration(self) -> Iteration | None:
@@ -339,8 +392,7 @@ class StreamLoader:
             self._place = self._place._replace(rounds=self._place.rounds + 1, batches=0)
             self._length = None
 
-    def _stopped(self, num_restarts: int, num_recycled: int) -> None:
+    def _stopped(self, counts: Mapping[str, int]) -> None:
         """Write the state down, which keeps nothing of the iteration alive."""
-        self._num_restarts += num_restarts
-        self._num_recycled += num_recycled
+        self._ended.update(counts)
         self._place = self._place.written()

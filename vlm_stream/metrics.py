@@ -5,26 +5,23 @@ Enters: deliveries, one by one. Leaves: a flat dict of numbers. Rates are over t
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.errors import ConfigError, MissingExtraError
+from vlm_stream.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from vlm_stream.build import Delivery
     from vlm_stream.storage import ReadTotals
 
-__all__ = ["Meter", "resident_bytes", "serve_prometheus"]
+_OF_BUILDERS: Final = ("built", "failed", "hedged", "waited_s", "bytes", "seconds", "queued")
 
 
 class Meter:
     """Adds deliveries up."""
 
     def __init__(self) -> None:
-        """Start at nothing."""
         self._begin = time.monotonic()
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -36,7 +33,6 @@ class Meter:
         self._seconds["wait"] += seconds
 
     def add(self, delivery: Delivery) -> None:
-        """Count one delivery."""
         counts, seconds = self._counts, self._seconds  # not by `update`, which takes ten times as long
         counts["batches"] += 1
         counts["samples"] += delivery.num_samples
@@ -54,12 +50,14 @@ class Meter:
         self._newest_step = delivery.name.step
 
     def numbers(self, *, pack_size: int | None = None) -> dict[str, float]:
-        """Return everything so far."""
         elapsed = max(time.monotonic() - self._begin, 1e-9)
         counts, batches = self._counts, max(self._counts["batches"], 1)
         wanted, read, requests, retries, num_read = (
             sum(getattr(totals, name) for totals in self._reads.values())
             for name in ("bytes_wanted", "bytes_read", "requests", "retries", "samples")
+        )
+        hits, downloads = (
+            sum(getattr(totals, name) for totals in self._reads.values()) for name in ("cache_hits", "cache_downloads")
         )
         numbers: dict[str, float] = {
             "step": self._newest_step,
@@ -77,41 +75,40 @@ class Meter:
             "bytes_read": read,
             "read_amplification": read / max(wanted, 1),
             "retries": retries,
+            "cache_hits": hits,
+            "cache_downloads": downloads,
+            "waited_s": self._seconds["wait"],
         }
         if pack_size is not None:
             numbers["fill"] = counts["tokens"] / (pack_size * max(counts["rows"], 1))
         return numbers | {f"{stage}_s_per_batch": self._seconds[stage] / batches for stage in sorted(self._seconds)}
 
 
-def resident_bytes(pids: list[int]) -> int:
-    """Return the resident memory of processes, 0 where the system does not tell."""
-    return sum(_resident_bytes(pid) for pid in pids)
+def serve_prometheus(numbers: Any, port: int, address: str = "127.0.0.1", builders: Any = list) -> Any:
+    """Serve `numbers()` and the rows of `builders()` at `http://address:port/metrics`; needs the extra `metrics`.
 
-
-def _resident_bytes(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def serve_prometheus(numbers: Any, port: int, address: str = "127.0.0.1") -> Any:
-    """Serve `numbers()` at `http://address:port/metrics`; needs the extra `metrics`. Returns the server's handle."""
-    try:
-        from prometheus_client import CollectorRegistry, start_http_server
-        from prometheus_client.core import GaugeMetricFamily
-    except ImportError as error:
-        raise MissingExtraError("prometheus_client", "metrics", "A Prometheus endpoint") from error
+    Returns:
+        The server's handle.
+    """
+    prometheus = require("prometheus_client", "metrics", "A Prometheus endpoint")
+    from prometheus_client.core import GaugeMetricFamily
 
     class _Collector:
         def collect(self) -> Any:
             for name, value in numbers().items():
                 yield GaugeMetricFamily(f"vlm_stream_{name}", f"vlm_stream loader: {name}", value=value)
+            rows = builders()
+            for name in _OF_BUILDERS:
+                about = f"vlm_stream builder: {name}"
+                gauge = GaugeMetricFamily(f"vlm_stream_builder_{name}", about, labels=("builder", "node", "kind"))
+                for row in rows:
+                    gauge.add_metric([str(row["builder"]), row["node"], row["kind"]], row[name])
+                yield gauge
 
-    registry = CollectorRegistry()
+    registry = prometheus.CollectorRegistry()
     registry.register(_Collector())
     try:
-        return start_http_server(port, addr=address, registry=registry)
+        return prometheus.start_http_server(port, addr=address, registry=registry)
     except OSError as error:
         raise ConfigError(
             f"metrics cannot be served at {address}:{port} ({error.strerror}); choose another port, or 0 for any that "

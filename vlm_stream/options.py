@@ -7,7 +7,6 @@ Python keywords, YAML recipes and the command line are read by it alone (`schema
 from __future__ import annotations
 
 import logging
-import os  # noqa: TC003 - types are resolved when options are checked
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -17,19 +16,10 @@ from vlm_stream.schema import check_fields, check_names, option
 
 if TYPE_CHECKING:
     from vlm_stream.encode import EncodeConfig
+    from vlm_stream.media import MediaLimits
     from vlm_stream.plan import CostConfig, GroupConfig, PackConfig, PlainConfig, PlanConfig, StepShape
     from vlm_stream.storage import ReadOptions, StoreOptions
     from vlm_stream.tokens import FrameRule
-
-__all__ = [
-    "RUN_ARGUMENTS",
-    "CollateFn",
-    "LoaderOptions",
-    "Mode",
-    "StreamOptions",
-    "flag_fields",
-    "parse_keywords",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +89,13 @@ class StreamOptions:
     )
     fps: float | None = option(None, "Frames per second that are read of videos; None: what the processor says.")
     max_frames: int | None = option(None, "Most frames of a video; None: what the processor says.", least=1)
-    video_backend: Literal["auto", "av", "decord", "torchcodec"] = option("auto", "What decodes videos.")
+    frames: Literal["all", "keyframes"] = option(
+        "all", "What the frames of a video are picked from: all of them, or keyframes, which decode fastest."
+    )
+    video_backend: Literal["auto", "av", "decord", "torchcodec"] = option(
+        "auto", "What decodes videos; auto is av, and by frames where a clip has a table."
+    )
+    media_limits: MediaLimits | None = option(None, "The largest images, videos and audio that are decoded.")
     collate: str | CollateFn = option(
         "auto",
         "The form of batches: auto (of the processor's family, for transformers), neat or thd (NeMo Automodel's packed "
@@ -164,16 +160,22 @@ class StreamOptions:
         None, "Folder on a local disk that keeps whole shards of remote stores for all processes of the node."
     )
     cache_bytes: int | None = option(None, "Most bytes in cache_dir, such as 500G.", least=1, in_bytes=True)
+    index_bytes: int = option(
+        128 << 20,
+        "Most bytes of shards' indexes that are kept in memory, per rank; those beyond are read again when needed.",
+        least=0,
+        in_bytes=True,
+    )
     store: StoreOptions | None = option(None, "Endpoint, region and the like, for stores that need them.")
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
+        from vlm_stream.media import MediaLimits
         from vlm_stream.plan import OVERRIDES
         from vlm_stream.storage import StoreOptions
 
         if not isinstance(self.collate, str) and not callable(self.collate):
             raise ConfigError(f"collate is {self.collate!r}, which it cannot be: give a name, or a function")
-        check_fields(self, StoreOptions)
+        check_fields(self, StoreOptions, MediaLimits)
         if self.hf_labels is None:
             object.__setattr__(self, "hf_labels", callable(self.collate) or self.collate == "auto")
         if self.mode == "packed" and self.pack_size is None:
@@ -210,11 +212,9 @@ class StreamOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], *, others: Sequence[str] = ()) -> StreamOptions:
-        """Return the options that a caller or a recipe spelled by name.
+        """Return the options that a caller or a recipe spelled by name; nested ones (`store`) may be mappings.
 
-        Args:
-            options: Values by name; nested ones (`store`) may be mappings.
-            others: Names that the caller takes itself: mentioned when an unknown one is refused.
+        `others` are names that the caller takes itself: mentioned when an unknown one is refused.
 
         Raises:
             ConfigError: A name is unknown (the nearest one is named), or a value has the wrong type or meaning.
@@ -283,12 +283,14 @@ class StreamOptions:
     def encode(self, frames: FrameRule) -> EncodeConfig:
         """Return how one sample becomes tensors."""
         from vlm_stream.encode import EncodeConfig
+        from vlm_stream.media import DEFAULT_LIMITS
 
         return EncodeConfig(
             max_length=self.pack_size if self.mode == "packed" else self.max_length,
             overlong="truncate" if self.long_samples == "truncate" else "bad",
             inject_fake_image=self.fake_image,
             video_backend=self.video_backend,
+            limits=self.media_limits or DEFAULT_LIMITS,
             frames=frames,
             pixels="compact" if self.pixels == "compact" else "full",
         )
@@ -305,69 +307,6 @@ class StreamOptions:
             cache_bytes=self.cache_bytes,
         )
         return options if self.pixels else replace(options, cache_dir=None, cache_bytes=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderOptions:
-    """Who builds batches and where they are delivered; nothing of it changes them, or their order."""
-
-    num_workers: int = option(0, "Processes that read and encode; 0: this one does.", least=0)
-    worker_timeout: float | None = option(
-        None, "Seconds after which a worker that finishes nothing is replaced; None: never.", least=0.001
-    )
-    max_restarts: int = option(
-        10,
-        "Workers that may be replaced before the run ends; those lost to a sample that is left out do not count.",
-        least=0,
-    )
-    worker_memory: int | None = option(
-        None,
-        "A worker larger than this, in bytes, is replaced between batches; None: one that has grown far beyond its "
-        "first batches.",
-        least=1,
-        in_bytes=True,
-    )
-    start_method: Literal["fork", "forkserver", "spawn"] | None = option(
-        None, "How workers start; None: by forkserver."
-    )
-    device: Any = option(None, "Where batches are delivered, with finished pixels; None: they stay on the CPU.")
-    """Workers then send compact pixels if the processor's family has a path for them. On CUDA the next batch is copied
-    while the trainer works on this one."""
-    dtype: Any = option(None, "Type of pixels that are delivered to a device, or its name; None: bfloat16.")
-    ledger_path: str | os.PathLike[str] | None = option(
-        None, "File to which a line of JSON is appended for each bad sample; several ranks have one each."
-    )
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        check_fields(self)
-        if self.dtype is not None and self.device is None:
-            raise ConfigError(
-                f"dtype={self.dtype} is that of pixels on a device, but no device is given, so nothing would be "
-                f"converted; give device= as well, or call finish_pixels(batch, dtype=...) yourself"
-            )
-
-    @property
-    def pixel_dtype(self) -> Any:
-        """Return `dtype` as torch's own value, None where it is left to the default."""
-        if not isinstance(self.dtype, str):
-            return self.dtype
-        import torch
-
-        found = getattr(torch, self.dtype.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
-            raise ConfigError(f"dtype={self.dtype!r} is no type of torch; write float32, bfloat16 or float16")
-        return found
-
-
-def parse_keywords(options: StreamOptions | None, keywords: Mapping[str, Any]) -> tuple[StreamOptions, LoaderOptions]:
-    """Return what the keywords of `StreamLoader` say; `options` stands for all fields of `StreamOptions`."""
-    own = {each.name for each in fields(LoaderOptions)}
-    loader = LoaderOptions(**{name: value for name, value in keywords.items() if name in own})
-    stream = {name: value for name, value in keywords.items() if name not in own}
-    if loader.device is not None and options is None:
-        stream = {"pixels": "compact"} | stream
-    return StreamOptions.of(options, stream, others=[*RUN_ARGUMENTS, *own]), loader
 
 
 def flag_fields() -> list[Field[Any]]:

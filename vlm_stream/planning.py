@@ -7,6 +7,7 @@ but the manifest's list of shards.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,20 +16,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlm_stream.blueprint import BatchName, Blueprint, Piece, Planned, Work
-from vlm_stream.build import BuildConfig, choose_family
+from vlm_stream.build import BuildConfig, choose_family, encodes_samples
 from vlm_stream.convert import user_cache
+from vlm_stream.counting import Counter
+from vlm_stream.cutting import Cutter
 from vlm_stream.datasets import Datasets
-from vlm_stream.encode import inject_fake_image
+from vlm_stream.encode import inject_fake_image, kept_text_key
 from vlm_stream.errors import ConfigError, DatasetError
 from vlm_stream.keys import FAKE_IMAGE_SIZE
 from vlm_stream.ledger import BadSample
-from vlm_stream.plan import PackConfig, Planner, SampleColumns, SourceSpec, step_at
+from vlm_stream.media import decodes_by_frames
+from vlm_stream.plan import PackConfig, Planner, step_at
 from vlm_stream.tokens import (
     Geometry,
     ImageSize,
     MediaSizes,
     TextCounter,
-    count_tokens,
+    choose_keyframes,
     fake_image_tokens,
     template_digest,
 )
@@ -38,74 +42,17 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from vlm_stream.collate import Family
     from vlm_stream.convert import GuessFit, Need
     from vlm_stream.format import Drawn
     from vlm_stream.options import StreamOptions
     from vlm_stream.plan import Dropped, Ref, Step
     from vlm_stream.recipe import SourceOptions
-    from vlm_stream.tokens import MediaColumns
     from vlm_stream.world import World
 
     Ints = npt.NDArray[np.int64]
 
-__all__ = ["Datasets", "Plan", "open_plan"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Counter:
-    """Reads columns for the plan: index columns, counted by the geometry of this run."""
-
-    datasets: Datasets
-    geometry: Geometry
-    fake_tokens: int
-    """What the image costs that text-only samples get; 0: they get none."""
-    text: str
-    """Digest of template and tokenizer: labels are known where they were counted for it."""
-    fits: tuple[GuessFit | None, ...] = ()
-    """How to correct guessed text, for each source."""
-    capacity: int = 0
-    """Of a row."""
-
-    def __call__(self, source: int, shards: Sequence[int]) -> SampleColumns:
-        with self.datasets.lock:
-            media = self.datasets.opened[source].media(shards)
-        counted = count_tokens(media, self.geometry)
-        if self.fits and (fit := self.fits[source]) is not None:
-            safe = fit.correct(counted.tokens, media.text_tokens, self.capacity)
-            counted = replace(counted, tokens=safe)
-        fake = np.where(_num_media(media) == 0, self.fake_tokens, 0)  # [n]
-        is_ours = self.text and self.datasets.opened[source].manifest.tokens.template_sha256 == self.text
-        return SampleColumns(
-            tokens=counted.tokens + fake,
-            vision_tokens=counted.vision_tokens + fake,
-            vision_patches=counted.vision_patches,
-            vision_squares=counted.vision_squares,
-            labels=media.label_tokens if is_ours else np.full(len(fake), -1, dtype=np.int64),
-        )
-
-    def specs(self, *, weigh_by: str) -> list[SourceSpec]:
-        """Return what the plan must know of the sources."""
-        return [
-            SourceSpec(
-                name=source.name,
-                samples_per_shard=tuple(dataset.samples_per_shard),
-                digest=f"{dataset.digest}{self._correction(number)}",
-                weight=source.weight,
-                sample_ratio=source.sample_ratio,
-                tokens_per_sample=self._mean_tokens(number) if weigh_by == "tokens" else 1.0,
-            )
-            for number, (source, dataset) in enumerate(zip(self.datasets.sources, self.datasets.opened, strict=True))
-        ]
-
-    def _correction(self, source: int) -> str:
-        """Return what lengths depend on beside the index: a state made with others would cut other packs."""
-        fit = self.fits[source] if self.fits else None
-        return f"+{fit.slope},{fit.offset},{fit.margin}" if fit else ""
-
-    def _mean_tokens(self, source: int) -> float:
-        """Return the mean of the largest shard: to read every index would take as long as an epoch of planning."""
-        sizes = self.datasets.opened[source].samples_per_shard
-        return max(float(self(source, [sizes.index(max(sizes))]).tokens.mean()), 1.0)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +62,12 @@ class Plan:
     planner: Planner
     datasets: Datasets
     build: BuildConfig
+    geometry: Geometry
+    """What counts media."""
+    cutter: Cutter | None = None
+    """None: clips are read whole."""
+    reads_texts: bool = False
+    """Whether tokens that are kept beside indexes are used."""
 
     def after(self, num_epochs: int) -> Plan:
         """Return the plan of an iteration before which so many epochs were delivered, with a planner of its own."""
@@ -128,7 +81,7 @@ class Plan:
         options = self.build.options
         for step in self.planner.steps(options.shape(world.size), state):
             for micro in range(step.micro_begin, step.shape.micro_batches):
-                yield Planned(self._blueprint(step, world.rank, micro), partial(step.state_after, micro))
+                yield Planned(self.blueprint(step, world.rank, micro), partial(step.state_after, micro))
         if step is None and state is None:
             limits = {name: getattr(options, name) for name in ("pack_size", "max_length", "token_budget")}
             raise DatasetError(
@@ -141,36 +94,58 @@ class Plan:
         """Yield the micro-batches of one step, found without building those before it; they have no state."""
         step = step_at(self.planner, self.build.options.shape(world.size), number, state=state)
         for micro in range(step.micro_begin, step.shape.micro_batches):
-            yield Planned(self._blueprint(step, world.rank, micro), lambda: None)
+            yield Planned(self.blueprint(step, world.rank, micro), lambda: None)
 
-    def _blueprint(self, step: Step, rank: int, micro: int) -> Blueprint:
+    def blueprint(self, step: Step, rank: int, micro: int) -> Blueprint:
+        """Return one micro-batch of a step, for one rank."""
         rows = step.refs(rank, micro)
-        refs = [ref for row in rows for ref in row]
-        pieces = list(map(self._piece, refs, self.datasets.draw(refs)))
+        pieces = self.pieces([ref for row in rows for ref in row])
         dropped = step.dropped if micro == step.micro_begin else ()
         given = iter(pieces)
         return Blueprint(
             name=BatchName(self.planner.digest, step.index, rank, micro),
             rows=tuple(tuple(next(given) for _ in row) for row in rows),
             dropped=tuple(self._entry(note) for note in dropped),
-            work=_work(pieces, step.tokens(rank, micro)),
+            work=work_of(pieces, step.tokens(rank, micro)),
             labels=step.labels(rank, micro),
             step_labels=step.total_labels,
             num_in_step=step.shape.world_size * step.shape.micro_batches,
         )
 
+    def pieces(self, refs: Sequence[Ref]) -> list[Piece]:
+        """Return what builders must know of samples: of long clips only what holds the frames that are seen."""
+        rule = self.build.frames
+        drawn = [each._replace(sizes=choose_keyframes(each.sizes, rule)) for each in self.datasets.draw(refs)]
+        pieces = list(map(self._piece, refs, drawn))
+        if self.cutter is None:
+            return pieces
+        chosen = [place for place, sample in enumerate(drawn) if self.cutter.may_cut(sample)]
+        tables = self.datasets.tables([refs[place] for place in chosen], [drawn[place] for place in chosen])
+        for place, data in zip(chosen, tables, strict=True):
+            if data is not None and (found := self.cutter.cut(drawn[place], data)) is not None:
+                pieces[place] = pieces[place]._replace(parts=found[0], clips=found[1])
+        return pieces
+
+    def table_sizes(self, refs: Sequence[Ref]) -> list[int]:
+        """Return the bytes of each table that `pieces` reads for some samples."""
+        drawn = [] if self.cutter is None else self.datasets.draw(refs)
+        return [sample.table.size for sample in drawn if sample.table and self.cutter and self.cutter.may_cut(sample)]
+
     def _piece(self, ref: Ref, drawn: Drawn) -> Piece:
         whole = drawn.span
-        span = whole if self.build.options.pixels else self.datasets.opened[ref.source].text_span(drawn)
+        is_whole = bool(self.build.options.pixels)
+        span = whole if is_whole else self.datasets.opened[ref.source].text_span(drawn)
         return Piece(
             (ref.source, ref.shard, ref.row),
             drawn.key,
             whole.offset,
             span,
             drawn.sizes,
-            tuple(name for name, *_ in whole.members),
+            tuple(name for name, *_ in drawn.members),
             drawn.entry,
             drawn.id,
+            (whole, *drawn.shared) if is_whole and drawn.shared else (),
+            text=self.datasets.text_part(ref.source, drawn, self.build.text_key) if self.reads_texts else (),
         )
 
     def _entry(self, note: Dropped) -> BadSample:
@@ -198,6 +173,7 @@ def open_plan(
     *,
     given: Any = None,
     need: Need | None = None,
+    opened: Datasets | None = None,
 ) -> Plan:
     """Open the datasets and plan over them.
 
@@ -207,13 +183,18 @@ def open_plan(
         processor: Counts media; None: the geometry that the datasets were counted with.
         given: The processor as the user gave it (a name, say), for builders; by default the processor itself.
         need: What samples must make; by default conversations if there is a processor.
+        opened: The datasets of another plan of the same sources, to be used again.
     """
     family = None if processor is None else choose_family(processor, options)
-    datasets = Datasets(sources, options, need or ("members" if processor is None else "conversation"))
+    need = need or ("members" if processor is None else "conversation")
+    datasets = Datasets(sources, options, need) if opened is None else opened
     if processor is not None and not hasattr(processor, "tokenizer"):
         datasets.check_text_only(processor)
     geometry = datasets.geometry() if processor is None else Geometry.from_processor(processor)
     geometry = _with_frames(geometry, options)
+    if geometry.frames.keyframes:
+        for dataset in datasets.opened:
+            dataset.read_keyframes()
     beside = [path for found in datasets.opened if (path := Path(found.root)).is_absolute()]  # not those of stores
     geometry.remember_in([*beside, user_cache()])
     fake_tokens = 0
@@ -226,10 +207,10 @@ def open_plan(
         fake_tokens = _count_fake_image(processor, geometry)
     text = ""
     fits: tuple[GuessFit | None, ...] = (None,) * len(datasets.opened)
-    if processor is not None:
+    if processor is not None and family is not None:
         text = template_digest(processor)
         datasets.check_counted_for(text)
-        fits = datasets.fit_guesses(processor, geometry, options)
+        fits = datasets.fit_guesses(processor, geometry, options, family)
     # Where lengths are guesses, nobody knows which samples will be cut.
     are_labels_known = geometry.is_exact or options.long_samples != "truncate"
     config = options.plan(
@@ -238,7 +219,16 @@ def open_plan(
         weights_given=any(source.has_weight for source in datasets.sources),
     )
     capacity = config.mode.capacity - fake_tokens if isinstance(config.mode, PackConfig) else 0
-    read = _Counter(datasets, geometry, fake_tokens, text if are_labels_known else "", fits, capacity)
+    read = Counter(
+        datasets,
+        geometry,
+        fake_tokens,
+        text if are_labels_known else "",
+        fits,
+        capacity,
+        bool(options.pixels),
+        datasets.frame_texts(processor, geometry, text),
+    )
     named = tuple(
         (source.name, dataset.manifest.fields)
         for source, dataset in zip(datasets.sources, datasets.opened, strict=True)
@@ -252,23 +242,50 @@ def open_plan(
             frames=geometry.frames,
             sources=named,
             family=family,
+            text_key=kept_text_key(text) if text else "",
         ),
+        geometry=geometry,
+        cutter=_open_cutter(options, geometry, family),
+        reads_texts=_uses_texts(processor, options, family),
     )
 
 
-def _work(pieces: Sequence[Piece], tokens: int) -> Work:
+def _uses_texts(processor: Any, options: StreamOptions, family: Family | None) -> bool:
+    """Tell whether samples can be encoded from the tokens of their text."""
+    if family is None or not options.pixels or not encodes_samples(family, options):
+        return False
+    return not family.steps_for(processor).changes_text
+
+
+def _open_cutter(options: StreamOptions, geometry: Geometry, family: Family | None) -> Cutter | None:
+    """Return what cuts clips; None where bytes are handed out, or nothing is decoded, or by a library of its own."""
+    by_frames = family is not None and options.pixels and encodes_samples(family, options)
+    return Cutter(geometry.frames, options.read()) if by_frames and decodes_by_frames(options.video_backend) else None
+
+
+def work_of(pieces: Sequence[Piece], tokens: int) -> Work:
+    """Return what building a batch of some samples depends on."""
     return Work(
         samples=len(pieces),
         tokens=tokens,
-        num_bytes=sum(piece.span.size for piece in pieces),
+        num_bytes=sum(span.size for piece in pieces for span in (*piece.reads, *piece.text)),
         image_pixels=sum(image.height * image.width for piece in pieces for image in piece.sizes.images),
-        video_pixels=sum(clip.frames * clip.height * clip.width for piece in pieces for clip in piece.sizes.videos),
+        video_pixels=sum(map(_decoded_pixels, pieces)),
     )
+
+
+def _decoded_pixels(piece: Piece) -> int:
+    """Return the pixels of the frames that are decoded: those of cut clips, and of other files all, for most are."""
+    cut = {video for clip in piece.clips for video in clip.videos}
+    whole = [video for number, video in enumerate(piece.sizes.videos) if number not in cut]
+    of_cuts = sum(clip.cut.num_packets * clip.facts[1] * clip.facts[2] for clip in piece.clips)
+    return of_cuts + sum(video.frames * video.height * video.width for video in whole)
 
 
 def _with_frames(geometry: Geometry, options: StreamOptions) -> Geometry:
     """Return the geometry with the frames that this run reads of videos."""
     changes = {name: getattr(options, name) for name in ("fps", "max_frames") if getattr(options, name) is not None}
+    changes |= {"keyframes": True} if options.frames == "keyframes" else {}
     return replace(geometry, frames=replace(geometry.frames, **changes)) if changes else geometry
 
 
@@ -280,10 +297,3 @@ def _count_fake_image(processor: Any, geometry: Geometry) -> int:
     without = counter.count(plain, MediaSizes())
     faked = counter.count(inject_fake_image(plain), MediaSizes(images=(ImageSize(height=height, width=width),)))
     return faked - 1 + fake_image_tokens(geometry) - without
-
-
-def _num_media(columns: MediaColumns) -> Ints:
-    """Return [n] how many media each sample has."""
-    splits = (columns.image_splits, columns.video_splits, columns.audio_splits)
-    counts: Ints = np.sum([np.diff(split) for split in splits], axis=0)
-    return counts

@@ -1,7 +1,5 @@
 """Processors, loaded by name."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping
@@ -13,17 +11,11 @@ from urllib.request import getproxies
 
 from vlm_stream.errors import ConfigError
 
-__all__ = ["load_processor", "open_processor"]
-
 _CONNECT_S: Final = 5.0
 
 
 def load_processor(name: str, *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """Load a transformers processor, with any options of its `from_pretrained`.
-
-    Raises:
-        ConfigError: There is no such processor.
-    """
+    """Load a transformers processor, with any options of its `from_pretrained`."""
     if not isinstance(name, str):
         raise ConfigError(
             f"the processor is an object of {type(name).__name__} where a name is wanted, because other processes load "

@@ -14,9 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from vlm_stream.errors import ConfigError, nearest_name
 
-__all__ = ["SourceOptions", "Sources", "load_config", "normalise_sources"]
-
-Sources: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Mapping[str, Any]] | Mapping[str, Any]"
+Sources: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Mapping[str, Any]] | Mapping[str, Any]
 """A path or URL, or `{"url": ..., "weight": ..., "weights": {entry: ...}, "sample_ratio": ...}`; a list of either, or
 `{name: either}`."""
 
@@ -40,7 +38,6 @@ class SourceOptions:
     """Whether the user gave the weight: sources without any are delivered whole."""
 
     def __post_init__(self) -> None:
-        """Refuse weights that cannot be meant."""
         for name in ("weight", "sample_ratio"):
             if not _is_number(value := getattr(self, name)) or not value:
                 raise ConfigError(
@@ -121,11 +118,6 @@ def _refuse_empty() -> tuple[SourceOptions, ...]:
 
 
 def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a recipe.
-
-    Raises:
-        ConfigError: It cannot be read, is not a mapping, or lacks `sources` or `processor`.
-    """
     import yaml
 
     name = os.fspath(path)

@@ -4,8 +4,6 @@ Enters: dataclasses whose fields were declared by `option`. Types and choices ar
 types, ranges by the bounds in the declarations. Every refusal is a sentence with the allowed values.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
@@ -13,8 +11,6 @@ from functools import cache
 from typing import Any, Final, NoReturn, get_args, get_type_hints
 
 from vlm_stream.errors import ConfigError, nearest_name
-
-__all__ = ["check_fields", "check_names", "option", "parse_size"]
 
 _UNITS: Final = {
     "": 1,
@@ -40,6 +36,19 @@ def parse_size(text: str) -> int:
     return int(float(match.group(1)) * _UNITS[match.group(2)])
 
 
+def human_bytes(num_bytes: float) -> str:
+    """Return a size as people read it.
+
+    >>> human_bytes(1532928)
+    '1.53 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} TB"
+
+
 @cache
 def _types(cls: type, kinds: tuple[type, ...]) -> dict[str, Any]:
     return get_type_hints(cls, localns={kind.__name__: kind for kind in kinds})
@@ -53,11 +62,9 @@ def _adapter(cls: type, name: str, kinds: tuple[type, ...]) -> Any:
 
 
 def check_fields(options: Any, *kinds: type) -> None:
-    """Bring every value to its declared type; refuse what has another type, choice or range.
+    """Bring every value of a frozen dataclass to its declared type; refuse what has another type, choice or range.
 
-    Args:
-        options: A frozen dataclass; values that are converted are put in place.
-        kinds: Types that its annotations name and its module imports for type checkers alone.
+    `kinds` are types that annotations name and their module imports for type checkers alone.
     """
     for each in fields(options):
         value = getattr(options, each.name)
@@ -89,13 +96,17 @@ def _convert(cls: type, name: str, value: Any, kinds: tuple[type, ...]) -> Any:
     try:
         return _adapter(cls, name, kinds).validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        found = error.errors(include_url=False)
+        if isinstance(value, Mapping):  # it stands for a dataclass, and not for one of the words beside that
+            found.sort(key=lambda each: each["type"] == "literal_error")
+        first = found[0]
         sentence = first["msg"].removeprefix("Value error, ")
         if first["type"] == "value_error":
             raise ConfigError(sentence) from None
         if first["type"] == "literal_error":
             raise ConfigError(f"{name} is {value!r}; {nearest_name(str(value), _choices(hint))}") from None
-        place = ".".join([name, *(str(part) for part in first["loc"])])
+        nested = {getattr(kind, "__name__", "") for kind in filter(is_dataclass, get_args(hint))}
+        place = ".".join([name, *(str(part) for part in first["loc"] if part not in nested)])
         raise ConfigError(
             f"{place} is {first['input']!r}, which it cannot be: {sentence[:1].lower()}{sentence[1:]}"
         ) from None

@@ -16,8 +16,6 @@ from typing import Any, Final
 from vlm_stream.errors import StateError
 from vlm_stream.plan import read_state
 
-__all__ = ["STATE_KEY", "RunState", "find_states"]
-
 STATE_KEY: Final = "vlm_stream"
 _VERSION: Final = 2
 _PREFIX: Final = '{"checksum":"'
@@ -50,19 +48,14 @@ class RunState:
 
     @classmethod
     def from_dict(cls, state: Any) -> RunState:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            StateError: It is no state, it was altered, or another release wrote it.
-        """
+        """Return what `to_dict` wrote, and refuse what is damaged, changed, or of another release."""
         if not isinstance(state, Mapping) or STATE_KEY not in state:
             raise StateError(
                 f"this is not the state of a StreamLoader (it has no '{STATE_KEY}' entry), so there is no position to "
                 f"go on from; pass what state_dict() returned, unwrapped from your checkpoint"
             )
         found = cls(**_body(state[STATE_KEY]))
-        if found.plan is not None:
-            read_state(found.plan)
+        _check_counts(found)
         return found
 
 
@@ -125,6 +118,19 @@ def _body(text: Any) -> dict[str, Any]:
         if not sound:
             raise _damaged(f"its {name} is {read[name]!r:.80}")
     return read
+
+
+def _check_counts(found: RunState) -> None:
+    """Refuse a place that no run comes to: a loader would plan rounds without end to go on from there."""
+    most_rounds = 0
+    if found.plan is not None:
+        plan = read_state(found.plan)
+        epochs = plan.terms[-1].epochs
+        most_rounds = plan.delivered.steps if epochs is None else min(epochs, plan.delivered.steps)
+    if found.rounds > most_rounds:
+        raise _damaged(f"its rounds are {found.rounds}, and its plan has come to the end of {most_rounds} at most")
+    if found.batches and found.plan is None:
+        raise _damaged(f"its batches are {found.batches}")
 
 
 def _is_count(value: Any) -> bool:

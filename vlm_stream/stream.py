@@ -4,39 +4,29 @@ It runs by itself, in `torch.utils.data.DataLoader` (with `batch_size=None`: bat
 `StatefulDataLoader`. There every worker plans for itself and builds each n-th batch; `StreamLoader` plans once.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import multiprocessing.context
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Final
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vlm_stream.allocator import keep_freed_memory
 from vlm_stream.batch import Batch
-from vlm_stream.build import Builder, UnknownLabels
+from vlm_stream.blueprint import Planned
+from vlm_stream.build import Builder, Delivery, UnknownLabels
 from vlm_stream.dispatch import build_inline
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.length import count_rounds, is_endless, length_key
 from vlm_stream.options import StreamOptions
-from vlm_stream.planning import open_plan
+from vlm_stream.planning import Plan, open_plan
 from vlm_stream.processors import open_processor
-from vlm_stream.recipe import normalise_sources
+from vlm_stream.recipe import Sources, normalise_sources
 from vlm_stream.state import RunState
 from vlm_stream.world import World, check_world, find_world
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
-
-    from vlm_stream.blueprint import Planned
-    from vlm_stream.build import Delivery
-    from vlm_stream.planning import Plan
-    from vlm_stream.recipe import Sources
-
-__all__ = ["VLMStream", "refuse_bare_lightning"]
 
 _DEALERS: Final = ("IterableDatasetShard", "DataLoaderDispatcher")
 """accelerate's classes that give batches of one process to all processes, whole or cut by rows."""
@@ -69,7 +59,6 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         options: StreamOptions | None = None,
         **keywords: Any,
     ) -> None:
-        """Check the settings; nothing is opened before iteration starts."""
         super().__init__()
         self.sources = normalise_sources(sources)
         self.processor = processor
@@ -99,7 +88,6 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         return state
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has for this rank, over all workers."""
         if is_endless(self.options):
             raise TypeError("this stream has no end (epochs=None or stop='never'), so it has no length")
         return next(count_rounds(self.plan(), self.world.size, RunState())).micro_batches
@@ -121,12 +109,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         return self._opened.after(epochs_before)
 
     def deliveries(
-        self,
-        state: dict[str, Any] | None = None,
-        first: int = 0,
-        stride: int = 1,
-        *,
-        world: World | None = None,
+        self, state: dict[str, Any] | None = None, first: int = 0, stride: int = 1, *, world: World | None = None
     ) -> Iterator[tuple[Planned, Delivery]]:
         """Yield batches, built in this process, each with the state after it.
 
@@ -206,13 +189,13 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         self._state = found
 
 
-def _consumers(caller: FrameType) -> Iterator[Any]:
-    """Yield the objects whose methods led here: a DataLoader is iterated by its subclass, some calls up."""
+def _calls(caller: FrameType, most: int) -> Iterator[dict[str, Any]]:
+    """Yield the variables of the calls that led here, the nearest first."""
     frame: FrameType | None = caller
-    for _ in range(_MAX_CALLS_UP):
+    for _ in range(most):
         if frame is None:
             return
-        yield frame.f_locals.get("self")
+        yield frame.f_locals
         frame = frame.f_back
 
 
@@ -225,7 +208,8 @@ def _refuse_wrong_consumers(caller: FrameType) -> None:
             "stacked or cut; use DataLoader(stream, batch_size=None), or a StreamLoader with your trainer "
             "(vlm_stream.integrations has plugs)"
         )
-    if any(type(each).__name__ in _DEALERS for each in _consumers(caller)):
+    # A DataLoader is iterated by its subclass, some calls up.
+    if any(type(names.get("self")).__name__ in _DEALERS for names in _calls(caller, _MAX_CALLS_UP)):
         raise ConfigError(
             "accelerate deals the batches of an IterableDataset out to all processes, and a VLMStream yields one "
             "rank's share already, so most batches would reach nobody; give the trainer a StreamLoader "
@@ -236,24 +220,13 @@ def _refuse_wrong_consumers(caller: FrameType) -> None:
 def refuse_bare_lightning(caller: FrameType | None) -> None:
     """Refuse a Lightning trainer without `StreamCallback`: it saves and loads the place of a training loader wrongly.
 
-    Args:
-        caller: The frame in which a loader is iterated.
-
-    Raises:
-        ConfigError: It is Lightning's, and the trainer has no such callback.
+    `caller` is the frame in which a loader is iterated.
     """
     if caller is None or not caller.f_globals.get("__name__", "").endswith(".connectors.data_connector"):
         return
-    frame: FrameType | None = caller
-    for _ in range(_LIGHTNING_CALLS_UP):
-        if frame is None:
-            return
-        callbacks = getattr(frame.f_locals.get("trainer"), "callbacks", None)
-        if callbacks is None:
-            frame = frame.f_back
-            continue
-        if any(type(callback).__name__ == "StreamCallback" for callback in callbacks):
-            return
+    found = (getattr(names.get("trainer"), "callbacks", None) for names in _calls(caller, _LIGHTNING_CALLS_UP))
+    callbacks = next((each for each in found if each is not None), None)
+    if callbacks is not None and not any(type(callback).__name__ == "StreamCallback" for callback in callbacks):
         raise ConfigError(
             "Lightning trains on this StreamLoader without its plug: it would save the place of a batch that it has "
             "not trained on and start the first epoch again where it resumes; pass "

@@ -4,8 +4,6 @@ Asked when iteration starts: launchers and trainers (`mp.spawn`, Lightning, Ray 
 loader was built. Only this file reads the environment for it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings
@@ -13,8 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn
 
 from vlm_stream.errors import ConfigError
-
-__all__ = ["World", "check_world", "find_mesh_rank", "find_world"]
 
 _LAUNCHERS: Final = (
     ("torchrun", ("RANK",), ("WORLD_SIZE",)),
@@ -24,6 +20,9 @@ _LAUNCHERS: Final = (
 )
 """Launchers with the variables of the rank and of the number of ranks; one that starts others comes behind them."""
 
+
+_LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+"""Variables that say how many processes were started on this machine."""
 
 _DATA: Final = ("dp", "data", "replicate", "shard", "batch")
 _MODEL: Final = frozenset(
@@ -43,9 +42,10 @@ class World:
     size: int
     told_by: str = field(default="arguments", compare=False)
     """Who said so: `arguments`, `device mesh`, `torch.distributed`, `Ray Train`, a launcher, or `nobody`."""
+    peers: int = field(default=1, compare=False)
+    """Processes with this rank, where a device mesh tells: they get the same data."""
 
     def __post_init__(self) -> None:
-        """Refuse ranks that do not exist."""
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ConfigError(
                 f"rank {self.rank} of {self.size} does not exist, so no share of the data can be given to it (told by "
@@ -58,16 +58,15 @@ def find_world(rank: int | None = None, world_size: int | None = None, device_me
 
     A mesh of several dimensions must name its data-parallel ones (see `find_mesh_rank`): tensor-, context- and
     pipeline-parallel peers get the same data.
-
-    Raises:
-        ConfigError: There are several processes and nothing tells them apart.
     """
     if (rank is None) != (world_size is None):
         raise ConfigError("rank and world_size belong together, and only one of them was given; give both or neither")
     if rank is not None and world_size is not None:
         return World(rank, world_size)
     if device_mesh is not None:
-        return World(*find_mesh_rank(device_mesh), "device mesh")
+        found_rank, found_size = find_mesh_rank(device_mesh)
+        peers = max(_find_root(device_mesh).size() // found_size, 1)
+        return World(found_rank, found_size, "device mesh", peers)
     told = [world for world in (_from_distributed(), _from_ray_train()) if world is not None]
     if told and told[0].size > 1:  # launchers may tell the environment less: Lightning's, not which rank this is
         return told[0]
@@ -82,6 +81,13 @@ def find_world(rank: int | None = None, world_size: int | None = None, device_me
             f"job, or pass rank and world_size (rank=0, world_size=1 for a process that is alone)"
         )
     return found[0]
+
+
+def cores_of(world: World) -> int:
+    """Return this process's share of the machine's cores; where nobody tells, all ranks are on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = _number(_LOCAL_SIZES) or world.size * world.peers
+    return max(cores // max(processes, 1), 1)
 
 
 def check_world(world: World) -> None:
@@ -170,11 +176,7 @@ def _number(names: tuple[str, ...]) -> int | None:
 
 
 def find_mesh_rank(mesh: Any) -> tuple[int, int]:
-    """Return the data-parallel rank of this process and the number of such ranks.
-
-    Raises:
-        ConfigError: The names of the dimensions do not tell data-parallel ranks from their model-parallel peers.
-    """
+    """Return the data-parallel rank of this process and the number of such ranks."""
     root = _find_root(mesh)
     names = tuple(mesh.mesh_dim_names or ())
     if mesh.ndim == 1 and root is mesh:

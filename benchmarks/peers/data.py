@@ -1,8 +1,9 @@
 """The data of the comparison: conversations with the published means, seeded, written once as JSONL and media files.
 
-A mixture of 14 % text only, 50 % one natural image, 22 % one document image, 8 % two to six images and 6 % video, with
-lognormal lengths and sizes. Pictures and clips come from a small pool, so that a thousand samples take seconds to make;
-every loader copies them into its own files, so no loader profits from the repetition.
+`images` are 15 % text only, 53 % one natural image, 23 % one document image and 9 % two to six images, with lognormal
+lengths and sizes. Of `clips` a fifth are clips of 5 to 300 s instead. `small` are images of a tenth of the size, for
+where their bytes do not matter. Media come from a small pool, so that a thousand samples take seconds to make; every
+loader copies them into its own files, so no loader profits from the repetition. No sample is longer than a pack.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,20 +46,18 @@ class Record:
         return {"json": self.text} | {name: path.read_bytes() for name, path in self.media}
 
 
-def make_raw(folder: Path, num_samples: int, *, seed: int = 0, small: bool = False) -> Path:
-    """Write a JSONL file of sharegpt records, and their media beside it; return the file. Done before: left as it is.
+_KINDS = {"text": 14, "natural": 50, "document": 22, "several": 8}
+_CLIPS_S = (5, 5, 10, 10, 20, 30, 60, 120, 300)
+_CLIP_SHARE = 0.2
 
-    Args:
-        folder: Where to.
-        num_samples: How many samples.
-        seed: Chooses lengths and media.
-        small: Pictures and clips of a tenth of the size, where their bytes do not matter.
-    """
-    file = folder / f"{'small' if small else 'raw'}-{num_samples}.jsonl"
+
+def make_raw(folder: Path, mixture: str, num_samples: int) -> Path:
+    """Write a JSONL file of records, and their media beside it; return the file. Done before: left as it is."""
+    file = folder / f"{mixture}-{num_samples}.jsonl"
     if file.exists():
         return file
-    rng = random.Random(seed)
-    pool = _make_media(folder / ("media-small" if small else "media"), 0.1 if small else 1.0)
+    rng = random.Random(0)
+    pool = _make_media(folder / f"media-{mixture}", mixture)
     lines = [json.dumps(_sample(number, rng, pool)) for number in range(num_samples)]
     part = file.with_suffix(".part")
     part.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -76,7 +76,8 @@ def read_raw(file: Path) -> Iterator[Record]:
 
 
 def _sample(number: int, rng: random.Random, pool: dict[str, list[str]]) -> dict[str, object]:
-    kind = rng.choices(("text", "natural", "document", "several", "video"), (14, 50, 22, 8, 6))[0]
+    is_clip = bool(pool["video"]) and rng.random() < _CLIP_SHARE
+    kind = "video" if is_clip else rng.choices(list(_KINDS), list(_KINDS.values()))[0]
     images: list[str] = []
     videos: list[str] = []
     if kind == "several":
@@ -106,28 +107,35 @@ def _sample(number: int, rng: random.Random, pool: dict[str, list[str]]) -> dict
     return sample
 
 
-def _make_media(folder: Path, scale: float) -> dict[str, list[str]]:
+def _make_media(folder: Path, mixture: str) -> dict[str, list[str]]:
     """Return the names of pictures and clips, relative to the raw file; they are made the first time."""
     import numpy as np
 
+    from vlm_stream.testing import make_mp4
+
     rng = np.random.default_rng(0)
+    scale = 0.1 if mixture == "small" else 1.0
     makers = {
-        "natural": (60, ".jpg", lambda: _natural(rng, scale * rng.lognormal(math.log(640), 0.25))),
-        "document": (30, ".jpg", lambda: _document(rng, scale * min(2200, rng.lognormal(math.log(1400), 0.45)))),
-        "video": (10, ".mp4", lambda: _clip(rng, scale * min(45, max(4, rng.lognormal(math.log(30), 0.9))))),
+        f"natural-{number:03d}.jpg": lambda: _natural(rng, scale * rng.lognormal(math.log(640), 0.25))
+        for number in range(60)
     }
-    pool = {
-        kind: [f"{folder.name}/{kind}-{number:03d}{suffix}" for number in range(count)]
-        for kind, (count, suffix, _) in makers.items()
+    makers |= {
+        f"document-{number:03d}.jpg": lambda: _document(rng, scale * min(2200, rng.lognormal(math.log(1400), 0.45)))
+        for number in range(30)
     }
+    if mixture == "clips":
+        makers |= {
+            f"video-{number}.mp4": partial(make_mp4, num_frames=seconds * 10, height=240, width=320, fps=10, gop=20)
+            for number, seconds in enumerate(_CLIPS_S)
+        }
     if not folder.exists():
         part = folder.with_suffix(".part")
         part.mkdir(parents=True)
-        for kind, names in pool.items():
-            for name in names:
-                (part / Path(name).name).write_bytes(makers[kind][2]())
+        for name, make in makers.items():
+            (part / name).write_bytes(make())
         part.rename(folder)
-    return pool
+    names = [f"{folder.name}/{name}" for name in makers]
+    return {kind: [name for name in names if f"/{kind}-" in name] for kind in ("natural", "document", "video")}
 
 
 def _jpeg(pixels: np.ndarray, quality: int) -> bytes:
@@ -163,10 +171,3 @@ def _document(rng: np.random.Generator, long_side: float) -> bytes:
         page[top : top + 9, 40 : 40 + marks.shape[1]][marks] = 25
     page += rng.normal(0, 1, page.shape)
     return _jpeg(np.repeat(page.clip(0, 255).astype(np.uint8)[..., None], 3, axis=2), 80)
-
-
-def _clip(rng: np.random.Generator, seconds: float) -> bytes:
-    from vlm_stream.testing import make_mp4
-
-    frames = round(seconds * 12)
-    return make_mp4(num_frames=frames, height=240, width=320, fps=12, gop=24, seed=int(rng.integers(1 << 30)))

@@ -1,4 +1,4 @@
-"""The run: make data, write it in every format, then each figure for each loader in turns, a process each."""
+"""The run: make data, write it in every format, then each question for each loader in turns, a process each."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.peers.damage import damage_header, flip_payload_byte
 from benchmarks.peers.data import make_raw
+from benchmarks.peers.linked import link
 from benchmarks.peers.loaders import open_loader
 from benchmarks.peers.proxy import CountingProxy
+from benchmarks.peers.questions import QUESTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["FIGURES", "Scale", "Suite"]
+__all__ = ["Scale", "Suite", "load_results"]
 
 Results = dict[str, Any]
-_TIMEOUT_S = 1800
-_BATCH = 16
+Runs = dict[str, list[dict[str, Any]]]
+LATENCY_S = 0.03
+FORM = 2
+"""Of the file of results: one of another form is not read."""
 
 
 @dataclass(frozen=True)
@@ -35,35 +39,63 @@ class Scale:
     """How much is measured."""
 
     name: str
-    main: int
-    """Samples of the media data."""
-    encoded: int
-    """Samples that are decoded and encoded."""
-    shuffled: int
-    """Samples that a shuffle mixes where memory is measured; the data has a fifth more."""
+    images: int
+    """Samples of which a window is measured."""
+    epoch_images: int
+    """Samples of whole epochs."""
+    epoch_clips: int
+    warm_s: float
+    window_s: float
+    turns: int
+    lengths: int
     ranks: tuple[int, ...]
-    shards: tuple[int, ...]
-    repeats: int
-    s3_turns: int = 1
-    latencies: tuple[float, ...] = (0.0, 0.03)
+    shard_samples: int
+    """Samples of a shard of the large dataset, which has two of them."""
+    copies: int
+    """How often these two are linked."""
+    shuffled: int
+    """Samples that a shuffle mixes where memory is measured."""
+    grown: tuple[int, ...]
+    """Samples of datasets of which there are only indexes."""
+    workers: tuple[int, ...]
+    asked: tuple[str, ...] = tuple(QUESTIONS)
+    """Questions that are measured if none is named."""
+    limit_s: float = 240.0
+    """How long a measurement may take."""
 
     @classmethod
-    def quick(cls) -> Scale:
-        """A few minutes."""
-        return cls("quick", main=1000, encoded=48, shuffled=2000, ranks=(8,), shards=(100,), repeats=3)
+    def short(cls) -> Scale:
+        """About five minutes for three questions, each on little data: rates say little."""
+        sizes = {"images": 160, "epoch_images": 60, "epoch_clips": 30, "lengths": 6_400, "shard_samples": 100}
+        return cls(
+            "short",
+            **sizes,
+            warm_s=0.5,
+            window_s=2,
+            turns=1,
+            ranks=(),
+            copies=500,
+            shuffled=200,
+            grown=(10_000, 1_000_000),
+            workers=(1, 2),
+            asked=("core", "clips", "packing"),
+        )
 
     @classmethod
     def full(cls) -> Scale:
         """What RESULTS.md holds."""
+        sizes = {"images": 1600, "epoch_images": 400, "epoch_clips": 120, "lengths": 51_200, "shard_samples": 1000}
         return cls(
             "full",
-            main=2000,
-            encoded=480,
+            **sizes,
+            warm_s=3,
+            window_s=7,
+            turns=2,
+            ranks=(64,),
+            copies=5000,
             shuffled=10_000,
-            ranks=(8, 64),
-            shards=(100, 1000),
-            repeats=3,
-            s3_turns=3,
+            grown=(10_000, 1_000_000, 10_000_000, 100_000_000),
+            workers=(1, 2, 4),
         )
 
 
@@ -71,119 +103,146 @@ class Suite:
     """One run over some loaders."""
 
     def __init__(self, data: Path, loaders: Sequence[str], scale: Scale) -> None:
-        """Keep the settings; data is made when a figure first needs it."""
+        """Keep the settings; data is made when a question first needs it."""
         self.data = data.resolve()
         self.loaders = list(loaders)
         self.scale = scale
         self.results: Results = {}
 
-    def run(self, figures: Sequence[str], file: Path) -> Results:
-        """Measure, saving after each figure; figures of an earlier run in the same file stay."""
-        if file.exists():
-            self.results = json.loads(file.read_text())
-        self.results["about"] = self._about()
-        for name in figures:
+    def run(self, names: Sequence[str], file: Path, kept: Results) -> Results:
+        """Measure, saving after each question beside what is kept of an earlier run."""
+        self.results = kept | {"about": self._about()}
+        for name in names:
             began = time.perf_counter()
-            self.results[name] = FIGURES[name](self)
+            self.results[name] = QUESTIONS[name].measure(self)
             print(f"-- {name}: {time.perf_counter() - began:.0f} s", flush=True)
             file.write_text(json.dumps(self.results, indent=1))
         return self.results
 
-    def job(self, loader: str, figure: str, **settings: Any) -> dict[str, Any]:
-        """Run one measurement in a process of its own."""
+    def job(self, loader: str, do: str, **settings: Any) -> dict[str, Any]:
+        """Run one measurement in a process of its own: `do` is a question's module and function."""
         scratch = self.data / "scratch"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        job = {"loader": loader, "figure": figure, "scratch": str(scratch)} | settings
-        environment = os.environ | settings.get("environment", {}) | {"TOKENIZERS_PARALLELISM": "false"}
-        with (self.data / f"{loader}-{figure}.log").open("ab") as log:
+        environment = os.environ | settings.pop("environment", {}) | {"TOKENIZERS_PARALLELISM": "false"}
+        module, _, function = do.partition(".")
+        job = {"loader": loader, "module": module, "do": function, "scratch": str(scratch)} | settings
+        given, found = self.data / "job.json", self.data / "numbers.json"
+        given.write_text(json.dumps(job))
+        # Files, not pipes: whoever waits for the end of a pipe waits for workers that are left behind, too.
+        with (self.data / f"{loader}-{do}.log").open("ab") as log, given.open() as stdin, found.open("w") as stdout:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.peers.job"],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=log,
+                cwd=Path(__file__).resolve().parents[2],
+                env=environment,
+                start_new_session=True,
+            )
             try:
-                done = subprocess.run(
-                    [sys.executable, "-m", "benchmarks.peers.figures"],
-                    input=json.dumps(job),
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    cwd=Path(__file__).resolve().parents[2],
-                    env=environment,
-                    timeout=_TIMEOUT_S,
-                )
+                code = process.wait(self.scale.limit_s)
+                lines = found.read_text().splitlines()
+                numbers = json.loads(lines[-1]) if lines else {"error": f"the process ended with {code}"}
             except subprocess.TimeoutExpired:
-                return {"error": f"still not done after {_TIMEOUT_S} s"}
-        lines = done.stdout.splitlines()
-        numbers = json.loads(lines[-1]) if lines else {"error": f"the process ended with {done.returncode}"}
-        shown = {name: value for name, value in numbers.items() if name != "keys"}
-        print(f"   {figure} {loader}: {json.dumps(shown)[:200]}", flush=True)
+                numbers = {"error": f"not done after {self.scale.limit_s:.0f} s"}
+            finally:
+                _end_group(process)
+        shown = {name: value for name, value in numbers.items() if not isinstance(value, list | dict)}
+        print(f"   {do} {loader}: {json.dumps(shown)[:200]}", flush=True)
         return numbers
 
-    def in_turns(self, figure: str, times: int = 1, **settings: Any) -> dict[str, list[dict[str, Any]]]:
-        """Run a figure for every loader, A B C A B C ...; settings may be functions of the loader's name."""
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in self.loaders}
-        for _ in range(times * self.scale.repeats):
-            for name in self.loaders:
-                if found[name] and ("error" in found[name][0] or "cannot" in found[name][0]):
+    def in_turns(
+        self, do: str, ways: dict[str, tuple[str, dict[str, Any]]], times: int | None = None, **settings: Any
+    ) -> Runs:
+        """Measure every way (a title: a loader and its options), A B C A B C ...
+
+        Settings may be functions of the loader's name. A way that failed is not tried again.
+        """
+        found: Runs = {title: [] for title in ways}
+        for _ in range(times or self.scale.turns):
+            for title, (name, options) in ways.items():
+                if found[title] and found[title][0].keys() & {"error", "cannot"}:
                     continue
                 given = {key: value(name) if callable(value) else value for key, value in settings.items()}
-                found[name].append(self.job(name, figure, **given))
+                found[title].append(self.job(name, do, options=options, **given))
         return found
 
-    def raw(self, num_samples: int, *, small: bool = False) -> Path:
-        """Return a raw file of so many samples."""
-        return make_raw(self.data / "raw", num_samples, small=small)
+    def ways(self, *, compact: bool = False) -> dict[str, tuple[str, dict[str, Any]]]:
+        """Return a way for each loader; ours also with compact pixels."""
+        ways: dict[str, tuple[str, dict[str, Any]]] = {}
+        for name in self.loaders:
+            ways[name] = (name, {})
+            if compact and name == "vlm_stream":
+                ways["vlm_stream compact"] = (name, {"pixels": "compact"})
+        return ways
 
-    def written(self, loader: str, raw: Path | str, samples_per_shard: int, *, counted: bool = False) -> Path:
+    def raw(self, mixture: str, num_samples: int) -> Path:
+        """Return a raw file of so many samples."""
+        return make_raw(self.data / "raw", mixture, num_samples)
+
+    def expected(self, raw: Path) -> dict[str, Any]:
+        """Return what a plain loop over a raw file gives: tokens of every sample, and tokens in a second."""
+        file = raw.with_suffix(".expected.json")
+        if not file.exists():
+            found = self.job("vlm_stream", "throughput.plain_loop", raw=str(raw))
+            if "error" in found:
+                raise RuntimeError(f"the plain loop failed: {found['error']}")
+            file.write_text(json.dumps(found))
+        return json.loads(file.read_text())  # type: ignore[no-any-return]
+
+    def written(self, loader: str, raw: Path | str, samples_per_shard: int) -> Path:
         """Return the folder with a loader's own form of a raw file, written if it is not there.
 
-        Args:
-            loader: Whose form.
-            raw: The file.
-            samples_per_shard: How many samples share a file.
-            counted: Whether tokens are counted too, by loaders that do such a thing when they write.
+        Instead of a file, a number: so many samples that are only lengths.
         """
-        name = raw if isinstance(raw, str) else raw.stem
-        out = self.data / f"{loader}-{name}-{samples_per_shard}"
-        times = self.results.setdefault("write", {}).setdefault(loader, {})
+        out = self.data / f"{loader}-{raw.stem if isinstance(raw, Path) else f'lengths-{raw}'}-{samples_per_shard}"
         if not out.exists():
-            settings = {"raw": str(raw), "out": str(out), "samples_per_shard": samples_per_shard, "counted": counted}
-            numbers = self.job(loader, "write", **settings)
+            numbers = self.job(loader, "write.write", raw=str(raw), out=str(out), samples_per_shard=samples_per_shard)
             if "error" in numbers:
+                shutil.rmtree(out, ignore_errors=True)
                 raise RuntimeError(f"{loader} could not write its data: {numbers['error']}")
-            times[name] = numbers
         return out
 
-    @contextmanager
-    def s3(self, folders: dict[str, Path], latency_s: float) -> Iterator[tuple[dict[str, str], CountingProxy]]:
-        """Run a real S3 server that holds the folders, behind a proxy."""
-        import obstore
-        from obstore.store import S3Store
+    def large(self, loader: str) -> Path:
+        """Return the folder with a loader's large dataset: two real shards under many names."""
+        source = self.written(loader, self.raw("images", 2 * self.scale.shard_samples), self.scale.shard_samples)
+        out = self.data / f"{loader}-large-{self.scale.name}"
+        if not out.exists():
+            link(loader, source, out, self.scale.copies)
+        return out
 
+    @staticmethod
+    def drop_cache(folder: Path) -> None:
+        """Have the system forget the content of a folder's files."""
+        seen = set()
+        for path in folder.rglob("*"):
+            status = path.stat()
+            if path.is_file() and status.st_ino not in seen:
+                seen.add(status.st_ino)
+                with path.open("rb") as file:
+                    os.fdatasync(file.fileno())
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    @contextmanager
+    def s3(self, folders: dict[str, Path]) -> Iterator[tuple[dict[str, str], CountingProxy]]:
+        """Run a real S3 server that holds the folders, behind a proxy."""
         from tests.servers import S3Server
+        from vlm_stream.storage import open_store
 
         home = self.data / "s3"
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
         with S3Server(home) as server:
-            keys = server.environment
-            client = S3Store(
-                server.bucket,
-                endpoint=server.endpoint,
-                access_key_id=keys["AWS_ACCESS_KEY_ID"],
-                secret_access_key=keys["AWS_SECRET_ACCESS_KEY"],
-                region="us-east-1",
-                client_options={"allow_http": True},
-            )
+            os.environ.update(server.environment)
             for name, folder in folders.items():
+                store = open_store(server.url(name), server.options)
                 for path in sorted(each for each in folder.rglob("*") if each.is_file()):
-                    obstore.put(client, f"{name}/{path.relative_to(folder)}", path.read_bytes())
-            with CountingProxy(("127.0.0.1", server.port), latency_s) as proxy:
-                environment = keys | {
-                    "AWS_ENDPOINT_URL": proxy.endpoint,
-                    "S3_ENDPOINT_URL": proxy.endpoint,
-                    "AWS_REGION": "us-east-1",
-                    "AWS_DEFAULT_REGION": "us-east-1",
-                    "AWS_ALLOW_HTTP": "true",
-                }
-                yield environment, proxy
+                    store.put(str(path.relative_to(folder)), path.read_bytes())
+            with CountingProxy(("127.0.0.1", server.port), LATENCY_S) as proxy:
+                endpoints = dict.fromkeys(("AWS_ENDPOINT_URL", "S3_ENDPOINT_URL"), proxy.endpoint)
+                region = dict.fromkeys(("AWS_REGION", "AWS_DEFAULT_REGION"), "us-east-1")
+                yield server.environment | endpoints | region | {"AWS_ALLOW_HTTP": "true"}, proxy
 
     def _about(self) -> dict[str, Any]:
         import torch
@@ -193,6 +252,7 @@ class Suite:
         return {
             "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
             "scale": self.scale.name,
+            "form": FORM,
             "machine": f"{os.cpu_count()} cores ({cpu[0] if cpu else platform.machine()}), {memory / 2**20:.0f} GiB",
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -200,180 +260,26 @@ class Suite:
         }
 
 
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End what a measurement has left running, so that it does not run on beside the next one.
+
+    Politely first: Python's tracker of shared memory stays until its users are gone, and then removes what they left.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        for _ in range(10):
+            process.poll()
+            time.sleep(0.1)
+            os.killpg(process.pid, 0)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def load_results(file: Path) -> Results:
+    """Return what an earlier run saved; nothing, if there is none that can be read."""
+    found: Results = json.loads(file.read_text()) if file.exists() else {}
+    return found if found.get("about", {}).get("form") == FORM else {}
+
+
 def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines()
-
-
-# --- Figures ------------------------------------------------------------------------------------------------------
-
-
-def bytes_local(suite: Suite) -> Results:
-    """1. Bytes only, local disk, one process."""
-    raw = suite.raw(suite.scale.main)
-    folders = {name: str(suite.written(name, raw, 250)) for name in suite.loaders}
-    for path in (path for folder in folders.values() for path in Path(folder).rglob("*") if path.is_file()):
-        path.read_bytes()  # all from the page cache, the first turn too
-    # More often and longer than once: that takes a fraction of a second, in which a machine's noise counts most.
-    return suite.in_turns("read_bytes", times=2, where=folders.get, warm=folders.get, passes=4, checked=True)
-
-
-def bytes_s3(suite: Suite) -> Results:
-    """2. Bytes only from S3 on loopback, with and without latency; requests and bytes at the proxy."""
-    raw = suite.raw(suite.scale.main)
-    folders = {name: suite.written(name, raw, 250) for name in suite.loaders}
-    found: Results = {}
-    for latency in suite.scale.latencies:
-        with suite.s3(folders, latency) as (environment, proxy):
-            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in suite.loaders}
-            for _ in range(suite.scale.s3_turns):
-                for name in suite.loaders:
-                    proxy.reset()
-                    where = f"s3://test-bucket/{name}"
-                    numbers = suite.job(
-                        name, "read_bytes", where=where, warm=str(folders[name]), environment=environment
-                    )
-                    runs[name].append(numbers | {"requests": proxy.requests, "sent": proxy.num_bytes})
-            found[f"{latency * 1000:.0f} ms"] = runs
-    return found
-
-
-def end_to_end(suite: Suite) -> Results:
-    """3. Decode, encode, pack: 1 and 2 workers; ours also with compact pixels; and the processor in a loop."""
-    raw = suite.raw(suite.scale.encoded)
-    folders = {name: str(suite.written(name, raw, 20, counted=True)) for name in suite.loaders}
-    variants = [(name, {}) for name in suite.loaders]
-    if "vlm_stream" in suite.loaders:
-        variants.append(("vlm_stream", {"pixels": "compact"}))
-    found: Results = {"loop": []}
-    for _ in range(max(1, suite.scale.repeats - 1)):
-        found["loop"].append(suite.job("vlm_stream", "processor_loop", raw=str(raw)))
-        for workers in (1, 2):
-            for name, more in variants:
-                title = f"{name} compact" if more else name
-                numbers = suite.job(name, "end_to_end", where=folders[name], workers=workers, **more)
-                found.setdefault(f"{workers} workers", {}).setdefault(title, []).append(numbers)
-    return found
-
-
-def packing(suite: Suite) -> Results:
-    """4. Fill and padding."""
-    folders = {name: str(suite.written(name, "lengths", 400)) for name in suite.loaders if name != "vlm_stream"}
-    return {
-        name: suite.job(name, "packing", where=folders.get(name, ""), shuffle=1000, batch_size=64)
-        for name in suite.loaders
-    }
-
-
-def balance(suite: Suite) -> Results:
-    """5. Imbalance over ranks."""
-    folders = {name: str(suite.written(name, "lengths", 400)) for name in suite.loaders if name != "vlm_stream"}
-    return {
-        str(ranks): {
-            name: suite.job(name, "balance", where=folders.get(name, ""), ranks=ranks, shuffle=1000)
-            for name in suite.loaders
-        }
-        for ranks in suite.scale.ranks
-    }
-
-
-def resume(suite: Suite) -> Results:
-    """6, 7. An epoch; stop at 10 % and 90 %, go on in a new process; stop with 2 ranks, go on with 1."""
-    raw = suite.raw(suite.scale.main)
-    found: Results = {}
-    for name in suite.loaders:
-        where = str(suite.written(name, raw, 250))
-        common = {"where": where, "warm": where, "shuffle": 1000, "batch_size": _BATCH, "seed": 5}
-        rows = {"0%": suite.job(name, "resume", **common) | {"before": []}}
-        for share in (0.1, 0.9):
-            rows[f"{share:.0%}"] = _stop_and_go_on(suite, name, common, share, world_size=1)
-        rows["2 ranks -> 1"] = _stop_and_go_on(suite, name, common, 0.5, world_size=2)
-        fresh = rows["0%"]
-        overhead = fresh["read"] / fresh["delivered"] if "read" in fresh else 1.0
-        found[name] = {title: _continuity(row, suite.scale.main, overhead) for title, row in rows.items()}
-    return found
-
-
-def _stop_and_go_on(suite: Suite, name: str, common: dict[str, Any], share: float, world_size: int) -> dict[str, Any]:
-    """Stop all ranks at a share of the epoch; go on with one, from the first one's state."""
-    batches = int(suite.scale.main * share / _BATCH / world_size)
-    before: list[str] = []
-    stopped: dict[str, Any] = {}
-    for rank in reversed(range(world_size)):
-        state = suite.data / f"{name}-{share}-{rank}.state"
-        ranks = {"rank": rank, "world_size": world_size}
-        stopped = suite.job(name, "stop", batches=batches, state=str(state), **common, **ranks)
-        if "keys" not in stopped:
-            return stopped
-        before += stopped["keys"]
-    after = suite.job(name, "resume", state=str(state), limit=suite.scale.main - len(before), **common)
-    return stopped | after | {"before": before}
-
-
-def _continuity(row: dict[str, Any], total: int, overhead: float) -> dict[str, Any]:
-    """Replace lists of keys by what they say: how many samples of the epoch never came, how many came again.
-
-    What a whole epoch reads for each byte that it delivers (headers, indexes) is no re-reading; nor is what is left
-    when that is less than a sample, because an index is read as a whole however little of the epoch is left. Files
-    that are mapped are not read in a way that is counted.
-    """
-    if "before" not in row or "delivered" not in row:
-        return {name: value for name, value in row.items() if name not in ("keys", "before")}
-    before, after = row.pop("before"), row.pop("keys")
-    mean = row["delivered"] / max(1, len(after))
-    return row | {
-        "lost": total - len({*before, *after}),
-        "repeated": len(before) + len(after) - len({*before, *after}),
-        "reread": max(0, int((row["read"] - row["delivered"] * overhead) / mean)) if overhead >= 1 else None,
-    }
-
-
-def start(suite: Suite) -> Results:
-    """8. First batch with many shards, 20 samples each."""
-    found = {}
-    for shards in suite.scale.shards:
-        raw = suite.raw(shards * 20, small=True)
-        folders = {name: str(suite.written(name, raw, 20)) for name in suite.loaders}
-        warm = {name: str(suite.written(name, suite.raw(200, small=True), 20)) for name in suite.loaders}
-        # More often than the rest: a few milliseconds are even noisier than bytes.
-        found[str(shards)] = suite.in_turns("start", times=5, where=folders.get, warm=warm.get, shuffle=1000)
-    return found
-
-
-def memory(suite: Suite) -> Results:
-    """9. Peak resident memory with a large shuffle."""
-    raw = suite.raw(suite.scale.shuffled * 6 // 5)
-    found = {}
-    for name in suite.loaders:
-        where = suite.written(name, raw, 250)
-        found[name] = suite.job(name, "memory", where=str(where), shuffle=suite.scale.shuffled)
-        shutil.rmtree(where)  # gigabytes each
-    return found | {"shuffled": suite.scale.shuffled}
-
-
-def damage(suite: Suite) -> Results:
-    """10. One damaged header, one flipped byte."""
-    raw = suite.raw(300)
-    found: Results = {}
-    for name in suite.loaders:
-        whole = suite.written(name, raw, 250)
-        found[name] = {}
-        for title, harm in (("header", damage_header), ("payload", flip_payload_byte)):
-            copy = suite.data / "damaged"
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(whole, copy)
-            harm(copy, open_loader(name).files)
-            found[name][title] = suite.job(name, "damage", where=str(copy), raw=str(raw), kind=title)
-    return found
-
-
-FIGURES: dict[str, Callable[[Suite], Results]] = {
-    "bytes": bytes_local,
-    "s3": bytes_s3,
-    "encode": end_to_end,
-    "packing": packing,
-    "balance": balance,
-    "resume": resume,
-    "start": start,
-    "memory": memory,
-    "damage": damage,
-}

@@ -1,23 +1,30 @@
-"""What users of a loader without packing write by hand: decode, call the processor, fill packs as samples come.
+"""What users of other loaders write by hand: decode, call the processor, fill packs as samples come.
 
-It leaves out label masking and multi-axis positions, which vlm_stream does too: the comparison favours the peers.
+It leaves out label masking and multi-axis positions, which vlm_stream does too: the comparison favours the peers. A
+sample is a dict with its `key`, its `length` in tokens, and tensors; a pack has `keys`, `lengths` and these joined.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import pickle
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.peers.loaders.base import Run
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-    import torch
+    from benchmarks.peers.loaders.base import Loader, Opening
 
-__all__ = ["build_real_processor", "encode_members", "next_fit"]
+__all__ = ["CAPACITY", "FPS", "MAX_FRAMES", "HandPacked", "build_real_processor", "encode_members", "join", "next_fit"]
 
-_FPS = 2.0
+CAPACITY = 8192
+FPS, MAX_FRAMES = 2.0, 32
+Sample = dict[str, Any]
 
 
 @cache
@@ -28,8 +35,10 @@ def build_real_processor() -> Any:
     return build_processor("qwen2_5_vl")
 
 
-def encode_members(members: dict[str, bytes]) -> dict[str, torch.Tensor]:
+def encode_members(members: dict[str, bytes]) -> Sample:
     """Turn the members of a sample into tensors, as transformers documents it."""
+    import torch
+
     processor = build_real_processor()
     record = json.loads(members["json"])
     images, videos, details = [], [], []
@@ -47,38 +56,78 @@ def encode_members(members: dict[str, bytes]) -> dict[str, torch.Tensor]:
         more = {"videos": videos, "videos_kwargs": {"do_sample_frames": False, "video_metadata": details}}
     if images:
         more["images"] = images
-    return dict(processor(text=[text], return_tensors="pt", **more))
+    encoded = processor(text=[text], return_tensors="pt", **more)
+    tensors = {name: value for name, value in encoded.items() if isinstance(value, torch.Tensor)}
+    return {"key": str(members["__key__"]), "length": encoded["input_ids"].shape[1], **tensors}
 
 
-def next_fit(samples: Iterable[dict[str, torch.Tensor]], capacity: int) -> Iterator[dict[str, torch.Tensor]]:
+def next_fit(samples: Iterable[Sample], capacity: int) -> Iterator[Sample]:
     """Fill a pack until the next sample does not fit: pixels are too large to hold many samples back."""
-    row: list[dict[str, torch.Tensor]] = []
-    used = 0
+    row: list[Sample] = []
     for sample in samples:
-        length = sample["input_ids"].shape[1]
-        if length > capacity:
-            continue
-        if used + length > capacity:
-            yield _join(row)
-            row, used = [], 0
+        if row and sum(each["length"] for each in row) + sample["length"] > capacity:
+            yield join(row)
+            row = []
         row.append(sample)
-        used += length
     if row:
-        yield _join(row)
+        yield join(row)
 
 
-def _join(row: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def join(row: list[Sample]) -> Sample:
+    """Return samples as one pack."""
     import torch
 
-    joined = {}
-    for name in dict.fromkeys(name for sample in row for name in sample):
+    pack: Sample = {"keys": [sample["key"] for sample in row], "lengths": [sample["length"] for sample in row]}
+    for name in dict.fromkeys(name for sample in row for name in sample if isinstance(sample[name], torch.Tensor)):
         parts = [sample[name] for sample in row if name in sample]
-        if isinstance(parts[0], torch.Tensor):
-            joined[name] = torch.cat(
-                parts, dim=1 if name in ("input_ids", "attention_mask", "mm_token_type_ids") else 0
-            )
-    joined["position_ids"] = torch.cat([torch.arange(sample["input_ids"].shape[1]) for sample in row])
-    return joined
+        along = 1 if name in ("input_ids", "attention_mask", "mm_token_type_ids") else 0
+        pack[name] = torch.cat(parts, dim=along)
+    if "input_ids" in pack:
+        pack["position_ids"] = torch.cat([torch.arange(length) for length in pack["lengths"]])
+    return pack
+
+
+class HandPacked(Run):
+    """Packs by next fit in the trainer, of a loader that has none. Saved are its state and samples not yet handed out.
+
+    Samples left over by the ranks that were saved are shared out to those that go on.
+    """
+
+    def __init__(self, loader: Loader, opening: Opening, capacity: int, states: Sequence[bytes]) -> None:
+        saved = [pickle.loads(state) for state in states]
+        self._left = [sample for _, left in saved[opening.rank :: opening.world_size] for sample in left]
+        self._run = loader.open(opening, loader.merge([state for state, _ in saved], opening.rank) if saved else None)
+        self._capacity = capacity
+
+    def __iter__(self) -> Iterator[Sample]:
+        for batch in chain([[]], self._run):
+            self._left += batch
+            while (end := self._end_of_pack()) is not None:
+                row, self._left = self._left[:end], self._left[end:]
+                yield join(row)
+        if self._left:
+            row, self._left = self._left, []
+            yield join(row)
+
+    def _end_of_pack(self) -> int | None:
+        used = 0
+        for place, sample in enumerate(self._left):
+            used += sample["length"]
+            if place and used > self._capacity:
+                return place
+        return None
+
+    def state(self) -> bytes:
+        """Return the loader's state, and the samples that wait for a pack."""
+        return pickle.dumps((self._run.state(), self._left))
+
+    def close(self) -> None:
+        """Stop the loader."""
+        self._run.close()
+
+    def worker_pids(self) -> list[int]:
+        """Return the loader's."""
+        return self._run.worker_pids()
 
 
 def _message(turn: dict[str, str]) -> dict[str, Any]:
@@ -102,14 +151,14 @@ def _image(content: bytes) -> Any:
 
 
 def _video(content: bytes) -> tuple[Any, dict[str, Any]]:
-    import numpy as np
     import torch
     from decord import VideoReader
 
+    from vlm_stream.tokens import FrameRule, frame_indices
+
     reader = VideoReader(io.BytesIO(content), num_threads=1)
     total, fps = len(reader), float(reader.get_avg_fps())
-    wanted = max(4, int(total / fps * _FPS) // 2 * 2)
-    indices = np.linspace(0, total - 1, min(wanted, total)).round().astype(int).tolist()
+    indices = frame_indices(total, fps, FrameRule(fps=FPS, max_frames=MAX_FRAMES)).tolist()
     frames = torch.from_numpy(reader.get_batch(indices).asnumpy()).permute(0, 3, 1, 2)
     detail = {"fps": fps, "duration": total / fps, "total_num_frames": total, "frames_indices": indices}
     return frames, detail

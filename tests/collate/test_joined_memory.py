@@ -9,7 +9,7 @@ from vlm_stream.collate import join_rows
 def _join(results, rows, taken):
     joined = join_rows("pixel_values", rows)
     results.put((joined.is_shared(), joined))
-    taken.wait(30)  # the tensor must live until the parent has it
+    taken.wait(240)  # the tensor must live until the parent has it
 
 
 def join_elsewhere(rows, *, daemon):

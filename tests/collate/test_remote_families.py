@@ -1,7 +1,7 @@
 """Families whose processors are remote code, with the smallest faithful stand-ins; and phi4, gemma4, omni, nemotron.
 
 STAND-INS: `KimiVLProcessor`, `KimiK25Processor`, `NemotronParseProcessor` and `Phi4MMProcessor` ship in no wheel; those
-of `vlm_stream.testing.remote` have their names and call signatures, a real tokenizer, and toy image parts.
+of `tests.remote_processors` have their names and call signatures, a real tokenizer, and toy image parts.
 """
 
 from __future__ import annotations
@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.remote_processors import (
+    PATCH,
+    KimiK25Processor,
+    KimiVLProcessor,
+    NemotronParseProcessor,
+    build_stand_in,
+)
 from vlm_stream.collate import (
     COLLATE_FNS,
-    collate_encoded,
     family_of,
     gemma4_inject_thinking_prefix,
     gemma4_prefix_collate_fn,
@@ -30,13 +36,6 @@ from vlm_stream.collate.kimi import expand_image_tokens
 from vlm_stream.encode import IGNORE, Encoder
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.testing import build_processor, make_mp4, make_toy_image, make_wav
-from vlm_stream.testing.remote import (
-    PATCH,
-    KimiK25Processor,
-    KimiVLProcessor,
-    NemotronParseProcessor,
-    build_stand_in,
-)
 
 
 def example(words: str, *media: dict, answer: str = "Yes.") -> dict:
@@ -294,7 +293,7 @@ def test_rows_encoded_one_by_one_make_the_batch_of_the_family(build, collate, me
     examples = [example("What? " * (number + 1), *items) for number, items in enumerate(media)]
     encoder = Encoder(processor, steps=family_of(processor).steps_for(processor))
     rows = [encoder.encode(e["conversation"], {}) for e in examples]
-    ours, theirs = collate_encoded(rows, processor), collate(examples, processor)
+    ours, theirs = family_of(processor).collate_rows(rows, processor), collate(examples, processor)
     # Families without grids count media in conversations; a stream knows the counts without looking at rows.
     assert set(theirs) - set(ours) <= {"n_images_per_sample", "n_videos_per_sample"}
     assert not set(ours) - set(theirs)

@@ -14,9 +14,10 @@ import pytest
 
 from vlm_stream.cli import main
 from vlm_stream.commands.arguments import parse_bytes, parse_mapping
-from vlm_stream.commands.output import Progress, human_bytes
+from vlm_stream.commands.output import Progress
 from vlm_stream.convert import dataset_stats
 from vlm_stream.errors import ConfigError
+from vlm_stream.schema import human_bytes
 from vlm_stream.testing import build_processor, make_toy_dataset
 
 
@@ -137,7 +138,7 @@ def test_stats_in_terminal_json_and_page(dataset: Path, tmp_path: Path, capsys: 
     assert "█" in output
     text = page.read_text()
     assert "<script" not in text
-    assert "http" not in text.replace(str(dataset), "")
+    assert "://" not in text.replace(str(dataset), "")
     found = dataset_stats(str(dataset))
     assert text.count("<svg") == len(found.histograms) + 1
     for svg in text.split("<svg")[1:]:

@@ -2,14 +2,18 @@
 
 import doctest
 import json
+import math
+import re
 
 import pytest
 import torch
 
 from vlm_stream import StreamLoader
+from vlm_stream.blueprint import Work
 from vlm_stream.cli import main
-from vlm_stream.commands import bench
+from vlm_stream.commands import bench, size
 from vlm_stream.commands.output import print_table
+from vlm_stream.dispatch import CostModel
 
 PLAN_NUMBERS = {
     *("fill", "packs", "packs_lower_bound", "steps", "padding", "dropped", "live_shards", "variance_inflation"),
@@ -40,6 +44,92 @@ def test_plan_prints_a_table_with_a_column_for_each_value(capsys, toy_shards):
     assert "window=8" in out
     assert "window=64" in out
     assert "fill / padding" in out
+
+
+def test_plan_says_so_where_nothing_is_left_to_train_on(capsys, toy_shards):
+    code, out, err = call(capsys, "plan", toy_shards, "--pack-size", 16)
+    assert code == 1
+    assert "60 too_long" in out
+    assert "error: no sample is left to train on (60 too_long)" in err
+    assert json.loads(call(capsys, "plan", toy_shards, "--pack-size", 16, "--json")[1])["dropped"] == {"too_long": 60}
+    code, _, err = call(capsys, "plan", toy_shards, "--sweep", "pack_size=16,1024")
+    assert code == 1
+    assert "(60 too_long; pack_size=16)" in err
+
+
+def test_steps_per_epoch_are_not_rounded(capsys, toy_shards):
+    _, out, _ = call(capsys, "plan", toy_shards, "--mode", "plain", "--world", "8")
+    assert re.search(r"steps +│ +8 ", out)
+    assert re.search(r"steps per epoch +│ +7\.5 ", out)
+
+
+def test_plan_counts_builders_with_the_costs_that_bench_has_saved(capsys, tmp_path, toy_shards, saved_processor):
+    plan = ["plan", toy_shards, "--pack-size", 1024, "--world", 2, "--step-seconds", 0.01]
+    code, out, _ = call(capsys, *plan)
+    assert code == 0
+    assert "a guess; measure it: bench --save-costs FILE" in out
+    assert "builders for steps of 0.01 s" in out
+    bench = ["bench", toy_shards, "--processor", saved_processor, "--pack-size", 1024, "--save-costs", tmp_path / "c"]
+    code, _, err = call(capsys, *bench, "--batches", 2)
+    assert code == 2
+    assert "0 batches were built by workers" in err
+    code, _, _ = call(capsys, *bench, "--set", "num_workers=1", "--set", "epochs=2", "--quiet")
+    saved = json.loads((tmp_path / "c").read_text())
+    assert (code, saved["batches"] > 16) == (0, True)
+    found = json.loads(call(capsys, *plan, "--json", "--costs", tmp_path / "c")[1])
+    assert found["core_seconds_per_step"] > 0
+    assert found["builders"] == max(math.ceil(found["core_seconds_per_step"] / 0.01 / 0.8), 1)
+    for stage in ("encode", "collate"):
+        saved[stage] = {name: 2 * weight for name, weight in saved[stage].items()}
+    (tmp_path / "c").write_text(json.dumps(saved))
+    twice = json.loads(call(capsys, *plan, "--json", "--costs", tmp_path / "c")[1])
+    assert twice["core_seconds_per_step"] == pytest.approx(2 * found["core_seconds_per_step"])
+    (tmp_path / "c").write_text("{}")
+    code, _, err = call(capsys, *plan, "--costs", tmp_path / "c")
+    assert code == 2
+    assert "no costs of building" in err
+
+
+def test_size_says_how_many_cores_are_needed(capsys, toy_shards, saved_processor):
+    size = [
+        "size",
+        toy_shards,
+        "--processor",
+        saved_processor,
+        "--pack-size",
+        512,
+        "--step-seconds",
+        0.5,
+        "--seconds",
+        0.1,
+    ]
+    code, _, err = call(capsys, *size, "--pack-size", 8192)
+    assert code == 2
+    assert "4 are needed to say what one costs; measure more epochs" in err
+    code, out, _ = call(
+        capsys, *size, "--gpus", 2, "--world", 1, "--set", "micro_batches=2", "--set", "epochs=2", "--json"
+    )
+    found = json.loads(out)
+    assert (code, found["batches_measured"] > 3) == (0, True)
+    assert found["core_seconds_per_step"] == pytest.approx(2 * found["core_seconds_per_batch"])
+    assert found["cores"] == found["workers_per_rank"] == math.ceil(found["core_seconds_per_step"] / 0.5 / 0.8)
+    assert found["cores_per_node"] == pytest.approx(2 * found["cores_per_gpu"])
+    code, out, _ = call(capsys, *size, "--set", "epochs=2")
+    assert code == 0
+    assert "cores for steps of 0.5 s on 1 GPU" in out
+    assert "--gpus-per-node are above 0, or there is nothing to be sized" in call(capsys, *size, "--gpus", 0)[2]
+
+
+def test_what_is_measured_and_what_the_index_tells_go_together():
+    """A mean batch of twice the work of those measured takes twice the time."""
+    model = CostModel()
+    measured = size._Measured(model)
+    light, heavy = (Work(samples=1, tokens=1000, num_bytes=0, image_pixels=0, video_pixels=n) for n in (0, 10**8))
+    measured.works = [light] * 8 + [heavy] * 8
+    measured.cpu_s = [3 * model.core_seconds(light)] * 8
+    seconds, error = measured.batch_seconds()
+    assert seconds == pytest.approx(3 * (model.core_seconds(light) + model.core_seconds(heavy)) / 2)
+    assert error == pytest.approx(0, abs=1e-9)
 
 
 def test_where_names_what_the_loader_delivers(capsys, toy_shards, processor):
@@ -172,6 +262,23 @@ def test_replay_rebuilds_a_batch_from_a_state(capsys, toy_shards, processor, sav
     assert json.loads(out)["batches"] == 1
     (replayed,) = torch.load(tmp_path / "batch.pt", weights_only=False)
     for name, value in batches[4].items():
+        assert torch.equal(replayed[name], value), name
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_replay_finishes_pixels_as_a_loader_with_a_device_does(
+    capsys, toy_shards, processor, saved_processor, tmp_path, dtype
+):
+    with StreamLoader(toy_shards, processor=processor, pack_size=1024, device="cpu", dtype=dtype) as loader:
+        expected = next(iter(loader))
+    recipe = ["--pack-size", 1024, "--set", "device=cuda", *(["--set", f"dtype={dtype}"] if dtype else [])]
+    arguments = ["--processor", saved_processor, *recipe, "--step", 0, "--out", tmp_path / "batch.pt"]
+    code, out, _ = call(capsys, "replay", toy_shards, *arguments)
+    assert code == 0
+    assert f"pixels: finished on the CPU as {dtype or 'bfloat16'}" in out
+    (replayed,) = torch.load(tmp_path / "batch.pt", weights_only=False)
+    assert replayed.keys() == expected.keys() | {"refs"}
+    for name, value in expected.items():
         assert torch.equal(replayed[name], value), name
 
 

@@ -8,6 +8,8 @@ import gzip
 import http.server
 import json
 import pickle
+import subprocess
+import sys
 import tarfile
 import threading
 from typing import TYPE_CHECKING, Any
@@ -17,16 +19,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 from vlm_stream.cli import main
-from vlm_stream.conversation import iter_media
-from vlm_stream.convert import make_shards, precount
+from vlm_stream.convert import make_shards
+from vlm_stream.convert.engines import LocalEngine
 from vlm_stream.convert.job import record_order
 from vlm_stream.errors import BadSampleError, SourceError
-from vlm_stream.sources import collect_sample_stats, make_meta_dataset, open_source, table_file
+from vlm_stream.sources import collect_sample_stats, open_source, table_file
 from vlm_stream.storage import open_store
-from vlm_stream.testing import build_processor, make_jpeg, make_wav
+from vlm_stream.testing import make_jpeg, make_wav
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -199,8 +200,8 @@ def test_tables(name: str, kind: str, tmp_path: Path) -> None:
     path = write_rows(tmp_path, kind, [make(i) for i in range(NUM)])
     source = open_source(path)
     assert list(source.lines.values()) == [line]
-    workers = 2 if (name, kind) == ("VQA", "hub layout") else 1
-    check(make_shards(path, tmp_path / "out", shuffle=3, samples_per_shard=5, workers=workers), shows)
+    workers, size = (2, 2) if (name, kind) == ("VQA", "hub layout") else (1, 5)
+    check(make_shards(path, tmp_path / "out", shuffle=3, samples_per_shard=size, workers=workers), shows)
     pictures = []
     for shard in sorted((tmp_path / "out").glob("*.tar")):
         with tarfile.open(shard) as tar:
@@ -226,6 +227,38 @@ def test_a_shuffle_reads_each_block_once() -> None:
     blocks = np.searchsorted(ends, order, side="right")
     assert np.count_nonzero(np.diff(blocks)) == 2
     assert not np.array_equal(order, record_order(12, 8, ends))
+
+
+@pytest.mark.parametrize(("rows", "most"), [(25, 4 + 2), (100, 1 + 1), (5, 20)])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_row_group_is_read_by_one_process(
+    rows: int, most: int, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups, and those again in which a process begins that has not read them; here each task is a process."""
+    pq.write_table(pa.table({"text": [str(row) for row in range(100)]}), tmp_path / "a.parquet", row_group_size=rows)
+    make_shards(tmp_path / "a.parquet", tmp_path / "alone", samples_per_shard=10, workers=1, shuffle=seed)
+    reads: list[int] = []
+    tasks: list[Any] = []
+    read = table_file._ParquetFile.read
+
+    def noted(self: Any, block: int, columns: Any) -> Any:
+        reads.append(block)
+        return read(self, block, columns)
+
+    def run(self: Any, function: Any, given: Any) -> Any:
+        reads.clear()
+        for task in given:
+            tasks.append(task)
+            yield pickle.loads(pickle.dumps(function))(task)
+
+    monkeypatch.setattr(table_file._ParquetFile, "read", noted)
+    monkeypatch.setattr(LocalEngine, "run", run)
+    make_shards(tmp_path / "a.parquet", tmp_path / "out", samples_per_shard=10, workers=2, shuffle=seed)
+    assert len(reads) <= most
+    assert len(tasks) >= 2
+    shards = [path.name for path in (tmp_path / "alone").glob("*.tar")]
+    assert len(shards) == 10
+    assert all((tmp_path / "alone" / name).read_bytes() == (tmp_path / "out" / name).read_bytes() for name in shards)
 
 
 def test_row_groups_are_kept_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,47 +360,44 @@ def test_internvl_meta_file(media: str, tmp_path: Path) -> None:
     assert (report.num_records, report.totals.samples, report.totals.images) == (2 * NUM, 2 * NUM, 2 * NUM)
 
 
+def test_compressed_streams_are_decoded_batch_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_file, "_CACHE_BYTES", 3_000_000)
+    table = pa.table({"text": [str(row) + " " * 1_000_000 for row in range(20)]})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with (
+        pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, table.schema, options=options) as writer,
+    ):
+        writer.write_table(table, max_chunksize=2)
+    del table
+    before = pa.total_allocated_bytes()
+    rows = pickle.loads(pickle.dumps(table_file.TableFiles([str(tmp_path / "rows.arrow")])))
+    peak = 0
+    for number in (*range(20), 3, 19, 0):
+        assert rows.load(number)["text"].strip() == str(number)
+        peak = max(peak, pa.total_allocated_bytes() - before)
+    assert 2_000_000 <= peak < 6_000_000
+    encoded = pa.table({"text": pa.array(["x", "y"] * 3).dictionary_encode()})
+    with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as sink, pa.ipc.new_stream(sink, encoded.schema) as writer:
+        writer.write_table(encoded, max_chunksize=2)
+    rows = table_file.TableFiles([str(tmp_path / "rows.arrow")])
+    assert [rows.load(number)["text"] for number in range(6)] == ["x", "y"] * 3
+
+
+def test_python_is_told_the_form(tmp_path: Path) -> None:
+    """In a line on standard error, without a log set up; the command says the same line once."""
+    (tmp_path / "data.jsonl").write_text(json.dumps({"conversations": llava(1, "What?")}) + "\n")
+    line = "data: ShareGPT conversations"
+    made = "from vlm_stream import make_shards; make_shards('data.jsonl', 'out')"
+    command = "from vlm_stream.cli import main; main(['make-shards', 'data.jsonl', 'out2'])"
+    for program in (made, command):
+        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stderr.count(line) == 1, done.stderr
+
+
 def test_file_urls_with_escapes(tmp_path: Path) -> None:
     (tmp_path / "a b.jsonl").write_text('{"text": "x"}\n')
     assert len(open_source(f"file://{tmp_path}/a%20b.jsonl")) == 1
-
-
-def test_precount(media: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    processor = build_processor("qwen2_5_vl")
-    processor.save_pretrained(tmp_path / "processor")
-    values = [RECORDS["LLaVA with text only"][0](i) for i in range(4)]
-    text = "\n".join([*map(json.dumps, values), "{broken"]) + "\n"
-    (tmp_path / "data.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-    flags = ["--processor", str(tmp_path / "processor"), "--media-dir", media]
-    out = tmp_path / "counted.jsonl"
-    assert main(["precount", str(tmp_path / "data.jsonl.gz"), *flags, "--out", str(out)]) == 0
-    shown = capsys.readouterr()
-    assert "data.jsonl.gz:5" in shown.err
-    assert "broken_json" in shown.err
-    lines = out.read_text().splitlines()
-    assert lines[4] == "{broken"
-    counted = [json.loads(line) for line in lines[:4]]
-    for value, before in zip(counted, values, strict=True):
-        counts = value.pop("_text_tokens"), value.pop("_media_tokens")
-        assert value == before
-        conversation = open_source(str(out), media_dir=media).read(values.index(before)).conversation
-        written = processor.apply_chat_template([conversation], tokenize=False)
-        images = [Image.open(item["image"]) for item in iter_media(conversation)]
-        real = processor(text=written, images=images or None)["input_ids"][0]
-        assert sum(counts) == len(real)
-        assert (counts[1] > 0) == ("image" in before)
-    assert main(["precount", str(tmp_path / "data.jsonl.gz"), *flags, "--in-place"]) == 0
-    assert gzip.decompress((tmp_path / "data.jsonl.gz").read_bytes()) == out.read_bytes()
-    examples = make_meta_dataset(str(out))
-    assert examples.stats["n_text_tokens"] + examples.stats["n_media_tokens"] == sum(
-        json.loads(line)["_text_tokens"] + json.loads(line)["_media_tokens"] for line in lines[:4]
-    )
-    (tmp_path / "array.json").write_text(json.dumps(values))
-    report = precount(tmp_path / "array.json", processor=str(tmp_path / "processor"), media_dir=media)
-    assert (report.num_records, report.bad) == (4, {})
-    assert [v["_text_tokens"] for v in json.loads((tmp_path / "array.json").read_text())] == [
-        json.loads(line)["_text_tokens"] for line in lines[:4]
-    ]
 
 
 def test_given_counts_are_read_alike() -> None:

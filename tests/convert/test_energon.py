@@ -11,9 +11,11 @@ import yaml
 from tests.foreign_tars import write_energon
 from vlm_stream import StreamLoader
 from vlm_stream.cli import main
-from vlm_stream.errors import ConfigError
+from vlm_stream.convert import open_blends
+from vlm_stream.errors import ConfigError, DatasetError, VlmStreamError
 from vlm_stream.format import FieldMap, to_conversation
-from vlm_stream.storage import open_store
+from vlm_stream.recipe import normalise_sources
+from vlm_stream.storage import StoreOptions, open_store
 from vlm_stream.testing import make_jpeg, make_mp4
 
 CAPTIONS = {
@@ -296,3 +298,74 @@ def test_a_video_is_asked_about(tmp_path, processor):
     folder = write_energon(tmp_path / "v", tars, {"train": ["shard_0.tar"]}, config)
     batch = next(iter(StreamLoader(folder, processor=processor, mode="plain")))
     assert batch["pixel_values_videos"].shape[0] > 0
+
+
+@pytest.mark.parametrize("path", ["http://127.0.0.1:9/x", "s3://bucket/data", "//h/../../x://y", "file://host/x"])
+def test_a_blend_sends_nobody_to_another_host_without_the_users_word(blend, path):
+    url = str(blend({"train": {"blend": [{"weight": 1, "path": "a"}, {"weight": 1, "path": path}]}}))
+    if "://" in path[:8] and not path.startswith("file"):
+        with pytest.raises(DatasetError, match=r"so nothing is read there\. .*name it with --tars URL"):
+            open_blends(normalise_sources(url), None)
+        allowed = open_blends(normalise_sources(url), StoreOptions(tars=(path,)))
+        assert allowed[1].url.startswith(path)
+    with pytest.raises(VlmStreamError):
+        keys_of(url)
+
+
+@pytest.mark.parametrize("path", ["x::http://127.0.0.1:9/a.tar", "{a,b}", "pipe:id", "a#val", "*", "x.tar", "a\x00b"])
+def test_a_blend_names_folders_and_not_patterns(blend, path):
+    with pytest.raises(ConfigError, match="not the folder of a dataset or another metadataset"):
+        keys_of(blend({"train": {"path": path}}))
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("split_parts: [1]", "under 'split_parts' what is no mapping"),
+        ("split_parts: {train: 7}", "under 'train' what is no list of names"),
+        ("split_parts: {train: {a: b}}", "under 'train' what is no list of names"),
+        ("split_parts: {train: [[a.tar]]}", "under 'train' what is no list of names"),
+        ("split_parts: {train: ['{0..99999999999}.tar']}", "stands for more names than any dataset has"),
+        ("split_parts: {train: ['" + "{0..9}" * 30 + ".tar']}", "stands for more names than any dataset has"),
+        ("split_parts: {train: ['{0.tar']}", "a brace without its pair"),
+        ("split_parts: {train: [a.tar], exclude: 3}\nexclude: 3", "under 'exclude' what is no list of names"),
+        ("split_parts: " + "[" * 5000, "is not YAML"),
+        ("split_parts: !!int ''", "is not YAML"),
+        ("split_parts: 2001-99-99", "is not YAML"),
+        ("split_parts: " + "[" * 100 + "]" * 100, "nested too deep, or holds too much"),
+        ("&a split_parts: &b [*b]", "nested too deep, or holds too much"),
+        (BOMB, "nested too deep, or holds too much"),
+        ('split_parts: {train: ["a\\0.tar"]}', "that is no path"),
+        ('split_parts: {train: ["\\ud800.tar"]}', "that is no path"),
+        ("split_parts: {train: [../../etc/passwd.tar]}", "is not a path under"),
+    ],
+)
+def test_notes_that_no_tool_has_written_are_refused(dataset, text, sentence):
+    (dataset / ".nv-meta/split.yaml").write_text(text)
+    with pytest.raises(VlmStreamError, match=sentence):
+        keys_of(dataset)
+
+
+def test_subflavors_that_json_cannot_hold_are_refused(dataset, blend):
+    (dataset / ".nv-meta/dataset.yaml").write_text(yaml.safe_dump(CAPTIONS) + "subflavors: {day: 2020-01-01}\n")
+    with pytest.raises(DatasetError, match="cannot be written as JSON"):
+        keys_of(dataset)
+    with pytest.raises(ConfigError, match="are no JSON"):
+        keys_of(f"{dataset}#train;subflavors=%7B")
+
+
+def test_a_blend_that_holds_itself_many_times_ends(blend):
+    path = blend({"train": {"blend": [{"weight": 1, "path": "blend.yaml"}] * 10}})
+    inner = {"blend": [{"weight": 1, "path": f"{k}.yaml"} for k in (1, 1, 1)]}
+    for k in range(1, 15):
+        inner = {"blend": [{"weight": 1, "path": f"{k + 1}.yaml" if k < 14 else "a"}] * 3}
+        blend({"train": inner}, f"{k}.yaml")
+    with pytest.raises(ConfigError, match="one of them holds itself"):
+        keys_of(path)
+    with pytest.raises(ConfigError, match="more than 1000 metadatasets"):
+        keys_of(path.with_name("1.yaml"))

@@ -15,7 +15,7 @@ from vlm_stream.convert import IndexOptions, index_tars, verify_dataset
 from vlm_stream.errors import ConfigError
 from vlm_stream.format import FieldMap, load_manifest, read_index, to_conversation
 from vlm_stream.ledger import BadSample
-from vlm_stream.storage import SpanReader, crc32c_of, open_store
+from vlm_stream.storage import SpanReader, StoreOptions, crc32c_of, open_store
 from vlm_stream.testing import make_jpeg, make_mp4
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def test_indexes_elsewhere_leave_the_tars_folder_alone(tmp_path: Path) -> None:
     assert [shard.name for shard in manifest.shards] == ["a/0.tar", "b/0.tar"]
     assert sorted(path.name for path in tars.rglob("*") if path.is_file()) == ["0.tar", "0.tar"]
     assert (tmp_path / "out" / "b" / "0.index.parquet").exists()
-    assert verify_dataset(str(tmp_path / "out")).problems == ()
+    assert verify_dataset(str(tmp_path / "out"), store=StoreOptions(tars=(str(tars),))).problems == ()
     assert set(conversations(tmp_path / "out")) == {"a", "b"}
 
 

@@ -18,7 +18,7 @@ from vlm_stream import StreamLoader
 from vlm_stream.cli import main
 from vlm_stream.convert import IndexOptions, index_tars, index_urls, open_dataset
 from vlm_stream.errors import ConfigError, DatasetError
-from vlm_stream.storage import open_store
+from vlm_stream.storage import StoreOptions, open_store
 from vlm_stream.testing import make_jpeg
 
 if TYPE_CHECKING:
@@ -178,7 +178,10 @@ def test_a_bucket_that_may_only_be_read_is_indexed_in_the_users_cache(
     assert "indexing" not in caplog.text
     assert keys_of(url.replace("{00000..00003}", "00001"), store=s3_server.options) == all_keys(1)
     assert len(list(cache.glob("indexes/*/dataset.json"))) == 2
-    index = IndexOptions(store=s3_server.options, fields=open_dataset(place).manifest.fields)
+    with pytest.raises(DatasetError, match=r"is not where the dataset lies; .*name it with --tars URL"):
+        open_dataset(place)
+    own = StoreOptions(tars=(s3_server.url("read-only"),))
+    index = IndexOptions(store=s3_server.options, fields=open_dataset(place, own).manifest.fields)
     with pytest.raises(ConfigError, match=r"a layout was named"):
         index_urls([url], index)
 

@@ -14,7 +14,7 @@ from PIL import Image, features
 
 from vlm_stream import StreamLoader
 from vlm_stream.convert import make_shards, recount, verify_dataset
-from vlm_stream.convert.media_bytes import MediaReader
+from vlm_stream.convert.media_bytes import MediaReader, MediaRules
 from vlm_stream.errors import BadSampleError
 from vlm_stream.format import load_manifest, read_index
 from vlm_stream.storage import RetryOptions, StoreOptions, open_store
@@ -78,7 +78,7 @@ def _serve() -> Iterator[str]:
 
 
 def test_web_addresses_are_asked_for_as_they_are_written() -> None:
-    reader = MediaReader(options=QUICK)
+    reader = MediaReader(MediaRules(hosts=("127.0.0.1",)), QUICK)
     good = ("a%20b.jpg", "a b.jpg", "a%2520b.jpg", "signed.jpg?sig=x%2Fy&e=1", "chunked.jpg", "é.jpg", "moved.jpg")
     with _serve() as url:
         for name in (*good, "busy.jpg"):
@@ -102,9 +102,9 @@ def test_escapes_of_file_urls_are_read(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/a%20b%231.jpg"
     assert MediaReader().read(url, None) == JPEG
     assert MediaReader().size(url) == len(JPEG)
-    assert MediaReader(confine=True).read(url, str(tmp_path)) == JPEG
+    assert MediaReader(MediaRules(confine=True)).read(url, str(tmp_path)) == JPEG
     with pytest.raises(BadSampleError, match="lies outside of"):
-        MediaReader(confine=True).read(f"file://{tmp_path}/%2e%2e/x.jpg", str(tmp_path))
+        MediaReader(MediaRules(confine=True)).read(f"file://{tmp_path}/%2e%2e/x.jpg", str(tmp_path))
     with pytest.raises(BadSampleError, match="names the host 'host'"):
         MediaReader().read("file://host/x.jpg", None)
 

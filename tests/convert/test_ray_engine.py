@@ -25,7 +25,9 @@ def cluster():
     """A real Ray cluster on this machine with two workers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20
+        )
         yield
         ray.shutdown()
 
@@ -37,11 +39,12 @@ class _DyingOnce:
         self.context = context
         self.flag = flag
 
-    def __call__(self, task):
+    def __call__(self, tasks):
+        (task,) = tasks
         if task.number == 1 and not self.flag.exists():
             self.flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return write_shard(self.context, task)
+        return [write_shard(self.context, task)]
 
 
 def test_ray_gives_the_bytes_of_the_local_engine(toy_meta: Path, toy_shards: Path, tmp_path: Path, digests) -> None:

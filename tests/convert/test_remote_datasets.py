@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -92,4 +93,5 @@ def test_remote_tars_are_indexed_in_place_or_elsewhere(s3_server, toy_shards: Pa
     assert elsewhere.tars == url
     assert beside.totals.samples == 128
     for place in (url, str(tmp_path / "indexes")):
-        assert verify_dataset(place, store=s3_server.options).problems == ()
+        named = replace(s3_server.options, tars=(url,) if place != url else ())
+        assert verify_dataset(place, store=named).problems == ()

@@ -17,6 +17,7 @@ from vlm_stream.convert.engines import LocalEngine
 from vlm_stream.convert.shard_task import ShardContext, write_shard
 from vlm_stream.errors import BadBudgetError, ConfigError, StorageError, VlmStreamError
 from vlm_stream.format import load_manifest
+from vlm_stream.sources import open_source
 from vlm_stream.storage import open_store
 
 
@@ -40,7 +41,7 @@ def test_shuffle_changes_the_order_and_nothing_else(toy_meta: Path, tmp_path: Pa
 def _kill_after_shards(command: list[str], out: Path, num_shards: int) -> None:
     """Start a conversion and kill its whole process group once so many shards are finished."""
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while len(list(out.glob(".job/shard-*.json"))) < num_shards and time.monotonic() < deadline:
         assert process.poll() is None, "the conversion ended before it could be killed"
         time.sleep(0.002)
@@ -190,11 +191,12 @@ class _DyingOnce:
         self.context = context
         self.flag = flag
 
-    def __call__(self, task):
+    def __call__(self, tasks):
+        (task,) = tasks
         if task.number == 1 and not self.flag.exists():
             self.flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return write_shard(self.context, task)
+        return [write_shard(self.context, task)]
 
 
 def _die(task: int) -> None:
@@ -209,6 +211,40 @@ def test_a_worker_that_dies_loses_nothing(
     make_shards(toy_meta, tmp_path / "out", samples_per_shard=64, workers=2)
     assert (tmp_path / "flag").exists()
     assert digests(tmp_path / "out") == digests(toy_shards)
+
+
+class _DyingOver:
+    """A source whose record 70 ends every process that reads it, as a decoder may, and another one once."""
+
+    def __init__(self, source, flag: Path) -> None:
+        self.source, self.flag, self.name, self.parent = source, flag, source.name, os.getpid()
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def origin(self, number: int) -> str:
+        return f"the file:{number}"
+
+    def read(self, number: int):
+        if os.getpid() != self.parent and (number == 70 or (number == 5 and not self.flag.exists())):
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.source.read(number)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [None, 1 << 30])
+def test_a_record_that_ends_its_process_is_left_out_by_name(
+    toy_meta: Path, toy_shards: Path, tmp_path: Path, caplog, max_shard_bytes
+) -> None:
+    source = _DyingOver(open_source(str(toy_meta)), tmp_path / "flag")
+    limits = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
+    make_shards(source, tmp_path / "out", samples_per_shard=64, workers=2, **limits)
+    assert load_manifest(open_store(str(tmp_path / "out"))).totals.samples == len(source) - 1
+    (line,) = map(json.loads, (tmp_path / "out" / "ledger.jsonl").read_text().splitlines())
+    assert (line["stage"], line["reason"], line["sample"]) == ("convert", "killed_process", "the file:70")
+    assert "every process that worked on it died, so it is left out" in line["detail"]
+    assert "record 70 ended every process that worked on it, so it is left out" in caplog.text
+    assert "record 5 " not in caplog.text
 
 
 def test_workers_that_always_die_end_the_job_with_a_sentence() -> None:

@@ -42,7 +42,6 @@ class Numbers:
     acts: dict = field(default_factory=dict)
     flags: tuple = ()
     seconds: float = 0.0
-    begin_s: float = 0.0
     num_bytes: int = 100
 
     def open(self, watch):
@@ -74,8 +73,6 @@ class NumberBuilder:
         if ref in skipped:
             batch["said"] = skipped[ref]
         else:
-            if number in config.acts:
-                time.sleep(config.begin_s)
             self.watch.begin(ref)
             if number in config.acts and self._is_its_turn():
                 config.acts[number]()

@@ -15,6 +15,8 @@ class Simulation:
     """Builders that take known times, on a clock that jumps from event to event."""
 
     def __init__(self, costs, num_builders, *, max_bytes=1 << 40, estimates=None, consume_s=0.0, sizes=None):
+        self.given = []
+        self.longest_wait = 0.0
         self.costs, self.estimates = costs, estimates or costs
         self.sizes = sizes or [1] * len(costs)
         self.schedule = Schedule(max_bytes)
@@ -60,6 +62,7 @@ class Simulation:
         for move in self.schedule.moves(self.now):
             moved = True
             if not move.is_drop:
+                self.given.append((move.builder, move.number))
                 self.queues[move.builder].append(move.number)
             elif move.number in self.queues[move.builder]:
                 self.queues[move.builder].remove(move.number)
@@ -69,6 +72,7 @@ class Simulation:
                 heapq.heappush(self.events, (self.now + self.costs[number], builder, number))
         if self.schedule.has_next and self.now >= self.ready_at:
             self.taken.append(self.schedule.take(self.now))
+            self.longest_wait = max(self.longest_wait, self.now - self.ready_at)
             self.ready_at = self.now + self.consume_s
             moved = True
         return moved
@@ -171,3 +175,83 @@ def test_a_stopped_builder_loses_its_batch_to_another_one():
     run.run(stop)
     assert run.now < 200 * 0.05 / 3 + 1.0
     assert run.schedule.hung(run.now + 60) == [0]
+
+
+@pytest.mark.parametrize(("num_usual", "num_reserves"), [(4, 0), (3, 1)])
+def test_a_stopped_builder_costs_about_one_build_more_also_after_a_long_batch(num_usual, num_reserves):
+    costs = [0.25] * 400
+    costs[50] = 10.0
+    run = Simulation(costs, num_usual, consume_s=0.1, max_bytes=40)
+    for number in range(num_reserves):
+        run.schedule.add_builder(num_usual + number, is_reserve=True)
+
+    def stop(run):
+        if len(run.taken) < 200:
+            run.longest_wait = 0.0
+        elif not run.stopped:
+            run.stopped.update(list(run.running)[:1])
+
+    run.run(stop)
+    assert run.stopped
+    assert run.longest_wait < 4 * 0.25
+
+
+@pytest.mark.parametrize("noise", [0.3, 0.7])
+@pytest.mark.parametrize("costs", [heavy(), lognormal()], ids=["heavy", "lognormal"])
+def test_estimates_that_are_off_make_few_second_copies(costs, noise):
+    draw = random.Random(1)
+    run = Simulation(costs, 8, estimates=[cost * draw.lognormvariate(0, noise) for cost in costs])
+    run.run()
+    assert run.schedule.num_twice < len(costs) / 100
+
+
+@pytest.mark.parametrize("consume_s", [0.0, 0.03])
+@pytest.mark.parametrize("costs", [heavy(), lognormal()], ids=["heavy", "lognormal"])
+def test_builders_get_what_lies_near_to_them_and_nobody_waits_longer(costs, consume_s):
+    draw = random.Random(5)
+    home = [draw.randrange(8) for _ in costs]
+    far = Simulation(costs, 8, consume_s=consume_s)
+    run = Simulation(costs, 8, consume_s=consume_s)
+    run.schedule.nearness = lambda builder, number: float(home[number] == builder)
+    assert run.run() < far.run() * 1.02
+    assert sum(home[number] == builder for builder, number in run.given) > 0.5 * len(run.given)  # by chance: 1 / 8
+
+
+def test_a_builder_that_nobody_can_help_is_named_with_growing_patience():
+    schedule = Schedule(1 << 40)
+    schedule.add_builder(0)
+    schedule.plan(1.0, 1, 1)
+    assert len(list(schedule.moves(0.0))) == 1
+    assert schedule.left_alone(60.0, 1.0) is None
+    assert schedule.left_alone(90.0, 1.0) == 0
+    assert schedule.left_alone(90.0, 2.0) is None
+    assert schedule.left_alone(180.0, 2.0) == 0
+    schedule.add_builder(1)
+    assert schedule.left_alone(180.0, 1.0) is None  # it will be given the batch
+    schedule.is_waited_for = True
+    assert [(move.builder, move.late) for move in schedule.moves(180.0)] == [(1, 0)]
+    schedule.add_builder(2)
+    assert schedule.left_alone(180.0, 1.0) == 0  # a third copy is not made
+    schedule.remove_builder(0)
+    assert schedule.left_alone(185.0, 1.0) is None
+    schedule.finish(1, 0, 186.0, result=0, num_bytes=1, fetch_share=0.0)
+    assert schedule.left_alone(999.0, 1.0) is None
+
+
+def test_a_builder_that_is_silent_over_a_finished_batch_goes_sooner_when_no_other_one_is_free():
+    schedule = Schedule(1 << 40)
+    for number in range(2):
+        schedule.plan(1.0, 1, 1)
+        schedule.add_builder(number)
+    assert [(move.builder, move.number) for move in schedule.moves(0.0)] == [(0, 0), (1, 1)]
+    schedule.finish(1, 1, 1.0, result=1, num_bytes=1, fetch_share=0.0)
+    schedule.is_waited_for = True
+    assert [(move.builder, move.late) for move in schedule.moves(15.0)] == [(1, 0)]
+    schedule.finish(1, 0, 16.0, result=0, num_bytes=1, fetch_share=0.0)
+    schedule.plan(1.0, 1, 1)
+    assert [(move.builder, move.number) for move in schedule.moves(16.0)] == [(1, 2)]
+    assert schedule.hung(17.0) == []
+    assert schedule.hung(18.5) == [0]  # builder 1 takes long, too
+    schedule.add_builder(2)
+    assert schedule.hung(18.5) == []
+    assert schedule.hung(20.5) == [0]

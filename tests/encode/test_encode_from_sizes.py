@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlm_stream.convert.foreign import measure_media
-from vlm_stream.encode import EncodeConfig, Encoder
+from vlm_stream.encode import EncodeConfig, Encoder, Steps, call_processor
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.format import is_text_member, load_manifest, read_index, to_conversation
 from vlm_stream.media import ImageConfig
@@ -77,6 +77,19 @@ def test_videos_of_still_images_and_other_frame_rules(family, fps):
         item = {"type": "video", "video": list(members), **rate, **extra}
         conversation = [{"role": "user", "content": [item]}, ANSWER]
         check_same(encoder, conversation, members, measure_media(conversation, members))
+
+
+def test_families_that_show_a_part_of_a_chat_and_call_their_processor_themselves():
+    def call(processor, texts, loaded, options):
+        return call_processor(processor, [text.replace("So?", "Which?") for text in texts], loaded, options)
+
+    encoder = Encoder(load("qwen2_vl"), steps=Steps(shape=lambda conversation: conversation[:2], call=call))
+    question = {"role": "user", "content": [{"type": "image", "image": "a.jpg"}, *USER[0]["content"]]}
+    members = {"a.jpg": make_jpeg(60, 90, 0)}
+    sizes = measure_media([question], members)
+    sample = check_same(encoder, [question, ANSWER, *USER, ANSWER], members, sizes)
+    text = load("qwen2_vl").tokenizer.decode(sample["input_ids"])
+    assert ("So?" in text, text.count("Which?"), text.count("Yes.")) == (False, 1, 1)
 
 
 def test_text_that_looks_like_tokens_and_cuts(samples):

@@ -14,7 +14,7 @@ from vlm_stream.collate import media_of
 from vlm_stream.encode import IGNORE, EncodeConfig, Encoder
 from vlm_stream.encode.call_processor import _takes_parts
 from vlm_stream.errors import BadSampleError, ConfigError
-from vlm_stream.media import ImageConfig, decode_audio, decode_image, decode_video
+from vlm_stream.media import MediaLimits, decode_audio, decode_image, decode_video
 from vlm_stream.testing import FAMILIES, build_processor, make_jpeg, make_mp4, make_wav
 from vlm_stream.testing.tokenizer import train_tokenizer
 from vlm_stream.tokens.media import FrameRule, frame_indices, make_video_metadata
@@ -244,7 +244,7 @@ def test_bad_media_are_bad_samples_that_name_the_member(qwen):
     with pytest.raises(BadSampleError, match=r"0\.jpg: The image cannot be decoded") as caught:
         qwen.encode(chat(IMAGE), {"0.jpg": MEMBERS["0.jpg"][:-200]})
     assert caught.value.stage == "decode"
-    with pytest.raises(BadSampleError, match=r"2\.mp4: The video cannot be decoded"):
+    with pytest.raises(BadSampleError, match=r"2\.mp4: The bytes are no video file"):
         qwen.encode(chat(VIDEO), {"2.mp4": b"nothing"})
     with pytest.raises(BadSampleError, match=r"3\.wav: Qwen2_5_VLProcessor does not read audio") as caught:
         qwen.encode(chat(AUDIO), MEMBERS)
@@ -324,7 +324,7 @@ def test_media_tokens_must_match_the_grids():
 
 
 def test_image_options_are_passed():
-    encoder = Encoder(build_processor("qwen2_5_vl"), EncodeConfig(image=ImageConfig(max_pixels=10)))
+    encoder = Encoder(build_processor("qwen2_5_vl"), EncodeConfig(limits=MediaLimits(image_pixels=10)))
     with pytest.raises(BadSampleError, match="more than the limit of 10"):
         encoder.encode(chat(IMAGE), MEMBERS)
 

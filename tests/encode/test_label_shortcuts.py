@@ -61,9 +61,7 @@ def test_ids_below_zero_are_no_chat_tokens():
     expected = label_answers(encoder.processor, encoder.chat, rendered, ids, [True])
     start = encoder.chat.chat_ids["<|im_start|>"]
     chat_ids = encoder.chat.chat_ids | {"<|im_start|>": 0}
-    table = encoder.chat.is_chat.copy()
-    table[[0, start]] = True, False
-    zero = replace(encoder.chat, chat_ids=chat_ids, is_chat=table, tails={})
+    zero = replace(encoder.chat, chat_ids=chat_ids, tails={})
     moved = np.where(ids == start, 0, ids)
     user = int(np.flatnonzero(moved == 0)[1]) + 2
     moved, expected = np.insert(moved, user, [-1, -7]), np.insert(expected, user, [IGNORE, IGNORE])

@@ -26,7 +26,7 @@ def cut(columns: dict) -> dict:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda data: data | {"version": 99}, "has format version 99, this release reads version 6 alone"),
+        (lambda data: data | {"version": 99}, "has format version 99, this release reads version 7 alone"),
         (
             lambda data: data | {"version": 4, "shards": []},
             r"has format version 4, .*it cannot be read. The tars are as they were; .*: vlm-stream index --overwrite",
@@ -34,7 +34,7 @@ def cut(columns: dict) -> dict:
         (lambda data: data | {"format": "other"}, "is not a manifest of this package"),
         (
             lambda data: data | {"shards": cut(data["shards"]) | {"entries": cut(data["shards"]["entries"])}},
-            "does not have the digest that it s",
+            "does not have the checksum or the digest",
         ),
         (lambda data: data | {"shards": data["shards"] | {"name": ["a"]}}, "lacks or misnames a field .*of one length"),
         (lambda data: data | {"shards": data["shards"] | {"size": []}}, r"lacks or misnames a field \('size'\)"),
@@ -90,5 +90,5 @@ def test_any_form_of_the_same_json_is_the_same_manifest(dataset: Path) -> None:
     sums = data["shards"]["crc32c"]
     for damaged in (text.replace(str(sums[1]), str(sums[1] + 1)), text.replace(manifest.digest, "0" * 64)):
         path.write_text(damaged)
-        with pytest.raises(DatasetError, match="does not have the digest that it states"):
+        with pytest.raises(DatasetError, match="does not have the checksum or the digest that it states"):
             load_manifest(open_store(str(dataset)))

@@ -15,7 +15,7 @@ from nemo_automodel.components.datasets.vlm import collate_fns, neat_packing_vlm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlm_stream import StreamLoader
-from vlm_stream.integrations.automodel_rows import PackedRows
+from vlm_stream.integrations.automodel import PackedRows
 
 PACK_SIZE = 1024
 FORMS = ("block_causal", "document_ids", "flash_varlen", "thd")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from vlm_stream.integrations.automodel_rows import PackedRows
+from vlm_stream.integrations.automodel import PackedRows
 from vlm_stream.testing import build_tiny_model
 from vlm_stream.testing.conformance import Records, Run, check
 from vlm_stream.testing.conformance import run as record

@@ -27,7 +27,7 @@ def train_restored(run):
 
 
 def _start(run):
-    ray.init(num_cpus=run.world + 1, include_dashboard=False)
+    ray.init(address="local", num_cpus=run.world + 1, include_dashboard=False)
 
 
 def _train(run, make_loader, make_model, *, max_failures):

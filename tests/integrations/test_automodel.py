@@ -14,8 +14,7 @@ from transformers import AutoProcessor
 
 from vlm_stream import StreamLoader
 from vlm_stream.errors import ConfigError, StateError
-from vlm_stream.integrations.automodel import StreamDataset
-from vlm_stream.integrations.automodel_rows import PackedRows
+from vlm_stream.integrations.automodel import PackedRows, StreamDataset
 from vlm_stream.testing import build_tiny_model
 
 # torchdata calls a function that torch 2.13 has deprecated, at the construction of every loader.

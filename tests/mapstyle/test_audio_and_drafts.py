@@ -53,7 +53,7 @@ def test_clips_are_filtered_by_text_and_time(caplog: pytest.LogCaptureFixture) -
     assert len(whole) == 5
     with pytest.raises(BadSampleError, match="the transcript in 'text' is empty"):
         whole[1]
-    with pytest.raises(BadSampleError, match="cannot be decoded"):
+    with pytest.raises(BadSampleError, match="not WAV, FLAC, Ogg or MP3"):
         whole[4]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from PIL import Image
 
 from tests.odd_images import make_16bit_png, make_cmyk_jpeg, make_palette_gif, make_rotated_jpeg
 from vlm_stream.errors import BadSampleError
-from vlm_stream.media import ImageConfig, decode_image, probe_image
+from vlm_stream.media import ImageConfig, MediaLimits, decode_image, probe_image
 from vlm_stream.testing import (
     make_grey_jpeg,
     make_jpeg,
@@ -94,7 +97,7 @@ def test_other_bytes_are_a_bad_sample(data):
 
 def test_large_image_is_refused_before_decoding():
     with pytest.raises(BadSampleError, match="30x20 pixels, more than the limit of 500") as caught:
-        decode_image(make_jpeg(20, 30), ImageConfig(max_pixels=500))
+        decode_image(make_jpeg(20, 30), limits=MediaLimits(image_pixels=500))
     assert caught.value.reason == "image_too_large"
 
 
@@ -108,3 +111,31 @@ def test_bomb_is_a_bad_sample_whatever_pillow_says(side):
     with pytest.raises(BadSampleError, match=r"too large|more than the limit") as caught:
         decode_image(bytes(data))
     assert caught.value.reason == "image_too_large"
+
+
+PEAK = """
+import resource, sys
+from vlm_stream.media import decode_image, probe_image
+from vlm_stream.testing import make_jpeg
+first = decode_image(make_jpeg(1000, 1000))
+data = open(sys.argv[1], "rb").read()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert probe_image(data) == (1000, 1000)
+image = decode_image(data)
+print(image.size, image.getpixel((5, 5)), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before << 10)
+"""
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "WEBP", "AVIF", "GIF", "PNG"])
+def test_of_files_with_many_pictures_the_first_is_decoded(kind, tmp_path):
+    """All of them would take 150 MB."""
+    pictures = [Image.new("RGB", (1000, 1000), (200, 3 * number, 0)) for number in range(50)]
+    options = {"compression": "tiff_deflate"} if kind == "TIFF" else {"lossless": True, "method": 0}
+    path = tmp_path / "many"
+    chosen = {"quality": 100, "speed": 10} if kind == "AVIF" else options
+    pictures[0].save(path, kind, save_all=True, append_images=pictures[1:], **chosen)
+    done = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True)
+    size, color, peak = re.fullmatch(r"\((.*)\) \((.*)\) (\d+)\n", done.stdout).groups()
+    assert size == "1000, 1000"
+    assert all(abs(got - put) < 4 for got, put in zip(map(int, color.split(",")), (200, 0, 0), strict=True))
+    assert int(peak) < 80 << 20

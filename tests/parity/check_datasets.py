@@ -271,11 +271,11 @@ def mixture(draw):
 TEXT_TO_SQL = "Text-to-SQL without any medium; convert such rows to `messages` and use make_sharegpt_dataset."
 for _sql in ("make_spider_dataset", "spider_schema_to_ddl", "TEXT_TO_SQL_PROMPT"):
     missing(DATA, _sql, TEXT_TO_SQL)
-missing(
-    DATA,
-    "SHOPIFY_PRODUCT_CATALOGUE_PROMPT",
-    "A constant inside make_shopify_product_catalogue_dataset, which is equal.",
-)
+
+
+@same(DATA, "SHOPIFY_PRODUCT_CATALOGUE_PROMPT", "vlm_stream.sources.SHOPIFY_PRODUCT_CATALOGUE_PROMPT", 1)
+def shopify_prompt(draw):
+    yield "", sources.SHOPIFY_PRODUCT_CATALOGUE_PROMPT, theirs.SHOPIFY_PRODUCT_CATALOGUE_PROMPT
 
 
 @same(

@@ -78,8 +78,9 @@ def page(outcomes: dict[tuple[str, str], Outcome | None]) -> str:
     words = [word for word, _ in rows.values()]
     kinds = {"equal": "equal", "differs": "different by decision", "open": "open", "missing": "missing"}
     counts = ", ".join(f"{words.count(word)} {kind}" for word, kind in kinds.items() if word in words)
+    inputs = sum(CHECKS[key].inputs for key in rows)  # hypothesis ends sooner where there are no more
     version = importlib.metadata.version("nemo-automodel")
-    text = HEAD.format(version=version, counts=f"{len(rows)} names: {counts}.")
+    text = HEAD.format(version=version, counts=f"{len(rows)} names: {counts}. Up to {inputs:,} inputs.")
     for module in MODULES:
         text += f"## `{module}`\n\n| name | ours | outcome | why |\n|---|---|---|---|\n"
         for (where, name), (word, why) in sorted(rows.items()):

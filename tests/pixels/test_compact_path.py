@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 from vlm_stream.collate import build_hf_pack, build_packed_vlm_sample, merge_media, shift_sample
 from vlm_stream.encode import EncodeConfig, Encoder
 from vlm_stream.errors import ConfigError
-from vlm_stream.pixels import PIXELS_KEY, CompactPath, PartSpec, PixelSpec, carry_spec, finish_pixels
-from vlm_stream.pixels.path import _say_once
+from vlm_stream.keys import PIXEL_SPEC_KEY
+from vlm_stream.pixels import CompactPath, PartSpec, PixelSpec, carry_spec, finish_pixels
+from vlm_stream.pixels.compact import _say_once
 from vlm_stream.testing import build_processor, make_jpeg
 
 CHAT = [
@@ -146,7 +147,7 @@ def test_a_family_without_a_path_says_so_and_stays_full(caplog):
         sample = encode(processor, "compact")
         encode(processor, "compact")
     assert sample["pixel_values"].is_floating_point()
-    assert PIXELS_KEY not in sample
+    assert PIXEL_SPEC_KEY not in sample
     lines = [record.message for record in caplog.records if "Pixels stay full" in record.message]
     assert len(lines) == 1
     assert "LlavaOnevisionProcessor has no compact path" in lines[0]
@@ -159,7 +160,7 @@ def test_an_encoder_can_be_sent_to_another_process(fresh):
 
 def test_text_needs_no_spec(fresh):
     sample = Encoder(fresh, EncodeConfig(pixels="compact")).encode(TEXT, {})
-    assert PIXELS_KEY not in sample
+    assert PIXEL_SPEC_KEY not in sample
     assert finish_pixels(sample).keys() == sample.keys()
 
 
@@ -184,10 +185,10 @@ def test_full_pixels_are_only_converted(fresh):
 
 def test_bytes_that_nothing_explains_are_refused(fresh):
     sample = encode(fresh, "compact")
-    lost = {key: value for key, value in sample.items() if key != PIXELS_KEY}
+    lost = {key: value for key, value in sample.items() if key != PIXEL_SPEC_KEY}
     with pytest.raises(ConfigError, match=r"'pixel_values' holds bytes .* give spec="):
         finish_pixels(lost)
-    finished = finish_pixels(lost, spec=sample[PIXELS_KEY])
+    finished = finish_pixels(lost, spec=sample[PIXEL_SPEC_KEY])
     assert torch.equal(finished["pixel_values"], finish_pixels(sample)["pixel_values"])
 
 
@@ -236,7 +237,7 @@ def test_images_that_are_not_rgb_go_the_processors_own_way(fresh):
 
 
 def test_a_pillow_without_arrow_is_copied_from(monkeypatch):
-    from vlm_stream.pixels.uint8_processor import view_image
+    from vlm_stream.pixels.compact import view_image
     from vlm_stream.testing import make_toy_image
 
     image = make_toy_image(20, 30)

@@ -24,7 +24,8 @@ from vlm_stream.collate import (
 )
 from vlm_stream.encode import EncodeConfig, Encoder
 from vlm_stream.errors import ConfigError
-from vlm_stream.pixels import PIXELS_KEY, DeviceFeed, finish_pixels
+from vlm_stream.keys import PIXEL_SPEC_KEY
+from vlm_stream.pixels import DeviceFeed, finish_pixels
 from vlm_stream.pp_media import VLM_PP_MEDIA_KEY, drop_vlm_media, stage_vlm_media_for_pp, take_vlm_media
 from vlm_stream.testing import build_processor, build_tiny_model, make_jpeg
 
@@ -65,7 +66,7 @@ def test_compact_batches_finish_to_the_full_ones(toy_shards, processor, mode):
     dtype = torch.bfloat16 if mode == "grouped, shifted labels" else torch.float32  # what that collation gives
     full = list(StreamLoader(toy_shards, processor=processor, **options))
     compact = list(StreamLoader(toy_shards, processor=processor, pixels="compact", **options))
-    assert sum(PIXELS_KEY in batch for batch in compact) > len(compact) // 2
+    assert sum(PIXEL_SPEC_KEY in batch for batch in compact) > len(compact) // 2
     for found, expected in zip(compact, full, strict=True):
         assert all(found[key].dtype == torch.uint8 for key in PIXELS if key in found)
         assert_equal(finish_pixels(found, dtype=dtype), expected)
@@ -153,7 +154,7 @@ PIPELINE = {"pack_size": 1024, "batch_size": 3, "pp_microbatches": 2, "fake_imag
 def test_a_pipeline_finishes_one_micro_batch_at_a_time(toy_shards, processor):
     full = next(iter(StreamLoader(toy_shards, processor=processor, **PIPELINE)))[VLM_PP_MEDIA_KEY]
     compact = next(iter(StreamLoader(toy_shards, processor=processor, pixels="compact", **PIPELINE)))
-    assert PIXELS_KEY not in compact
+    assert PIXEL_SPEC_KEY not in compact
     part = torch.nn.Linear(1, 1)
     pp = SimpleNamespace(info=SimpleNamespace(has_first_stage=True, stages=[], schedule=None))
     with stage_vlm_media_for_pp(pp, [part], compact):
@@ -178,7 +179,7 @@ def test_a_loader_with_a_device_leaves_a_pipelines_pixels_compact_until_read(toy
 def test_ranks_without_the_first_stage_drop_everything(toy_shards, processor):
     batch = next(iter(StreamLoader(toy_shards, processor=processor, pixels="compact", pack_size=1024)))
     kept = drop_vlm_media(dict(batch))
-    assert not {PIXELS_KEY, *PIXELS} & kept.keys()
+    assert not {PIXEL_SPEC_KEY, *PIXELS} & kept.keys()
 
 
 def chat_about(height, width):
@@ -235,7 +236,7 @@ def test_batches_sent_ahead_do_not_move_the_state(toy_shards, processor):
         assert plain.state_dict() == ahead.state_dict()
 
 
-def test_a_worker_that_dies_repeats_nothing_that_was_sent_ahead(toy_shards, processor):
+def test_a_worker_that_dies_repeats_nothing_that_was_sent_ahead(nothing_is_late, toy_shards, processor):
     expected = [batch["input_ids"] for batch in StreamLoader(toy_shards, processor=processor, pack_size=1024)]
     loader = StreamLoader(toy_shards, processor=processor, pack_size=1024, num_workers=1, device="cpu")
     loader._feed.depth = 1

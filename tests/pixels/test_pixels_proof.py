@@ -6,8 +6,9 @@ import torch
 
 from tests.odd_images import make_16bit_png, make_cmyk_jpeg, make_palette_gif, make_rotated_jpeg
 from vlm_stream.encode import EncodeConfig, Encoder
-from vlm_stream.pixels import PIXELS_KEY, CompactPath, finish_pixels
-from vlm_stream.pixels.path import COMPACT_FAMILIES
+from vlm_stream.keys import PIXEL_SPEC_KEY
+from vlm_stream.pixels import CompactPath, finish_pixels
+from vlm_stream.pixels.compact import COMPACT_FAMILIES
 from vlm_stream.testing import (
     build_processor,
     make_grey_jpeg,
@@ -66,7 +67,7 @@ def encoders(family):
 
 
 def assert_same(full: dict, compact: dict) -> None:
-    assert PIXELS_KEY in compact
+    assert PIXEL_SPEC_KEY in compact
     finished = finish_pixels(compact, dtype=torch.float32)
     assert finished.keys() == full.keys()
     for key, value in full.items():

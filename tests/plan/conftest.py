@@ -31,7 +31,7 @@ def columns_of(tokens: np.ndarray, vision: np.ndarray | None = None) -> SampleCo
 
 
 def join_columns(parts: Sequence[SampleColumns]) -> SampleColumns:
-    names = [field.name for field in fields(SampleColumns)]
+    names = [field.name for field in fields(SampleColumns) if getattr(parts[0], field.name) is not None]
     return SampleColumns(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 

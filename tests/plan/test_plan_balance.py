@@ -13,7 +13,7 @@ from vlm_stream.plan.balance import assign, equal_parts, relative_costs, swap_un
 from vlm_stream.plan.queue import UnitTable
 
 
-def table_of(llm, vit, tokens=None):
+def table_of(llm, vit, tokens=None, decode=None):
     llm, vit = np.asarray(llm, dtype=np.int64), np.asarray(vit, dtype=np.int64)
     n = len(llm)
     return UnitTable(
@@ -23,6 +23,7 @@ def table_of(llm, vit, tokens=None):
         tokens=llm if tokens is None else np.asarray(tokens),
         llm=llm,
         vit=vit,
+        decode=np.zeros(n, dtype=np.int64) if decode is None else decode,
         labels=np.full(n, -1),
         hashes=np.random.default_rng(0).integers(0, 2**63, n).astype(np.uint64),
         num_samples=np.ones(n, dtype=np.int64),
@@ -37,7 +38,8 @@ def test_parts_hold_every_item_once_in_equal_numbers(num_parts, size, seed):
     first, second = rng.integers(0, 10**6, (2, num_parts * size))
     parts = equal_parts(first + second, num_parts)
     assert parts.shape == (num_parts, size)
-    swapped = swap_until_even(parts, relative_costs(first, num_parts), relative_costs(second, num_parts), 50)
+    costs = np.stack([relative_costs(first, num_parts), relative_costs(second, num_parts)])
+    swapped = swap_until_even(parts, costs, 50)
     for result in (parts, swapped):
         assert sorted(result.ravel().tolist()) == list(range(num_parts * size))
 
@@ -146,3 +148,61 @@ def test_refusals():
         BalanceConfig(barrier="rank")
     with pytest.raises(ConfigError, match="horizon=0 leaves nothing"):
         BalanceConfig(horizon=0)
+
+
+@pytest.mark.parametrize("barrier", ["micro", "step"])
+@pytest.mark.parametrize(
+    ("shape", "horizon"),
+    [
+        (StepShape(world_size=8, micro_batches=8), 1),
+        (StepShape(world_size=8, micro_batches=4, batch_size=2), 1),
+        (StepShape(world_size=8), 8),
+    ],
+)
+def test_decoding_is_even_in_every_barrier_mode_and_nothing_else_changes(barrier, shape, horizon):
+    rng = np.random.default_rng(4)
+    llm, vit = rng.integers(900, 1100, (2, 64))
+    decode = rng.integers(1, 20, 64) * np.where(np.arange(64) % 4 == 0, 100, 1)
+    balance = BalanceConfig(barrier=barrier, horizon=horizon)
+
+    def loads(table, values):
+        return values[assign(table, shape, balance, "free")].sum(axis=3)  # [steps, micro, rank]
+
+    even, plain = table_of(llm, vit, decode=decode), table_of(llm, vit)
+    assert imbalance(loads(even, decode).sum(axis=(0, 1))) < 1.4
+    assert imbalance(loads(plain, decode).sum(axis=(0, 1))) > 1.6
+    if barrier == "micro":  # ranks do the same at the same time, each something else
+        at_once = (np.sort(loads(table, llm + vit).reshape(-1, shape.world_size), axis=1) for table in (even, plain))
+        assert len({tuple(sorted(map(tuple, columns.tolist()))) for columns in at_once}) == 1
+
+
+def test_long_clips_do_not_meet_on_one_rank():
+    rng = np.random.default_rng(3)
+    llm, vit = rng.integers(900, 1100, (2, 64))
+    decode = np.where(np.arange(64) % 8 == 0, 1000, 0)
+    shape = StepShape(world_size=8, micro_batches=8)
+
+    def uneven(table):
+        numbers = assign(table, shape, BalanceConfig(), "free")  # [steps, micro, rank, row]
+        loads = decode[numbers].sum(axis=(0, 1, 3))
+        return loads.max() / loads.mean()
+
+    assert uneven(table_of(llm, vit, decode=decode)) == 1
+    assert uneven(table_of(llm, vit)) > 1
+
+
+@settings(deadline=None)
+@given(st.integers(2, 6), st.integers(2, 5), st.integers(1, 3), st.integers(0, 2**32))
+def test_decoding_takes_no_evenness_from_the_model(world, micro, horizon, seed):
+    rng = np.random.default_rng(seed)
+    count = world * micro * horizon
+    llm, vit = rng.integers(1, 10**6, (2, count))
+    decode = np.where(rng.random(count) < 0.3, rng.lognormal(8, 1.5, count), 0).astype(np.int64)
+    shape = StepShape(world_size=world, micro_batches=micro)
+
+    def peaks(table):
+        parts = assign(table, shape, BalanceConfig(horizon=horizon), "free")
+        return [relative_costs(cost, world * horizon)[parts].sum(axis=(1, 3)).max() for cost in (llm, vit)]
+
+    for with_decoding, without in zip(peaks(table_of(llm, vit, decode=decode)), peaks(table_of(llm, vit)), strict=True):
+        assert with_decoding <= max(without, 1.005 * (1 << 20))

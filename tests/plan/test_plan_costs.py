@@ -45,15 +45,6 @@ def test_coefficients_of_a_known_model():
     assert costs.vit_square == pytest.approx(4 * 2 * 1280 / token)
 
 
-def test_a_frozen_tower_costs_a_third():
-    config = {**TEXT, "vision_config": VISION}
-    trained, frozen = costs_of_model(config), costs_of_model(config, frozen_vit=True)
-    assert frozen.vit_linear == pytest.approx(trained.vit_linear / 3)
-    assert frozen.llm_square == trained.llm_square
-    both = costs_of_model(config, frozen_llm=True)
-    assert both.vit_linear == pytest.approx(trained.vit_linear * 3 / 2)
-
-
 def test_objects_experts_and_other_names():
     text = SimpleNamespace(**TEXT, num_experts_per_tok=8, moe_intermediate_size=768)
     dense = costs_of_model(SimpleNamespace(text_config=SimpleNamespace(**TEXT)))
@@ -74,7 +65,7 @@ def test_a_real_config_object_is_understood():
     from transformers import Qwen2_5_VLConfig
 
     config = Qwen2_5_VLConfig()
-    costs = costs_of_model(config, frozen_vit=True)
+    costs = costs_of_model(config)
     assert 0 < costs.vit_linear < 1
     assert 0 < costs.llm_square < 1e-3
 

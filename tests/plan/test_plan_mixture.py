@@ -134,7 +134,8 @@ def test_refusals(make):
         make.planner([make.source("x", [3]), make.source("x", [4])], PlanConfig())
     with pytest.raises(ConfigError, match="The plan has no sources"):
         Planner([], lambda source, shards: None, PlanConfig())
-    with pytest.raises(ConfigError, match=r"'b' delivers no sample: 40 samples at a sample_ratio of 0.01"):
+    sentence = r"'b' delivers no sample: 40 samples at a sample_ratio of 0\.01\. Raise the ratio, or leave the "
+    with pytest.raises(ConfigError, match=sentence):
         run(make, "first", ratio=0.01)
     with pytest.raises(ConfigError, match="'x' has sample_ratio=-1"):
         make.source("x", [3], sample_ratio=-1)

@@ -187,3 +187,49 @@ def test_an_index_of_another_length_is_refused(make):
 def test_orders_that_hold_nothing_are_refused(name):
     with pytest.raises(ConfigError, match=f"{name}=0 leaves nothing"):
         OrderConfig(**{name: 0})
+
+
+class PickReader:
+    """Tells how many samples were counted at each request."""
+
+    def __init__(self, reader):
+        self.reader, self.picked = reader, []
+
+    def __call__(self, source, shards):
+        columns = self.reader(source, shards)
+        return Picked(columns, self.picked)
+
+
+class Picked:
+    def __init__(self, columns, picked):
+        self.columns, self.picked = columns, picked
+
+    def __len__(self):
+        return len(self.columns)
+
+    def pick(self, rows):
+        self.picked.append(len(rows))
+        return self.columns.pick(rows)
+
+
+def test_a_first_window_counts_only_what_it_asks_for(make):
+    spec = make.source("s", [1000] * 20)
+    reader = PickReader(make.reader([spec]))
+    stream = stream_of(make, [1000] * 20, reader=reader)
+    stream.take(span(0, 100))
+    assert sum(reader.picked) == 100
+    stream.take(span(100, 3000))
+    assert sum(reader.picked) == 20_000  # an eighth: now all are counted, and what they are counted from is let go
+    assert not stream._groups[0, 0].columns._uncounted
+
+
+@settings(deadline=None)
+@given(sizes_of_shards, st.integers(1, 5), st.lists(st.integers(0, 200), max_size=6), st.booleans())
+def test_columns_do_not_depend_on_when_they_are_counted(make, sizes, group_shards, cuts, shuffle):
+    total = 3 * sum(sizes)
+    whole = stream_of(make, sizes, group_shards=group_shards, shuffle=shuffle).take(span(0, total))
+    stream = stream_of(make, sizes, group_shards=group_shards, shuffle=shuffle)
+    ends = sorted({0, total, *(cut % total for cut in cuts)})
+    parts = [stream.take(span(begin, end - begin)) for begin, end in pairwise(ends)]
+    for name in ("refs", "tokens", "vision", "vit", "decode", "labels"):
+        np.testing.assert_array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))

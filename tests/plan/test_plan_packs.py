@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from itertools import pairwise
 
@@ -250,9 +251,17 @@ def test_a_stream_of_nothing_but_long_samples_does_not_hang(make):
 def test_refusals():
     with pytest.raises(ConfigError, match="pack_size=100 with alignment=16 gives rows that cannot be cut evenly"):
         PackConfig(pack_size=100, alignment=16)
-    with pytest.raises(ConfigError, match=r"packing_ratio=1.5 leaves a capacity"):
+    with pytest.raises(ConfigError, match=r"packing_ratio=1.5 is no share of a row"):
         PackConfig(pack_size=100, packing_ratio=1.5)
     with pytest.raises(ConfigError, match="long_samples='keep' means nothing"):
         PackConfig(pack_size=100, long_samples="keep")
     with pytest.raises(ConfigError, match="vision_size=0 leaves nothing to deliver"):
         PackConfig(pack_size=100, vision_size=0)
+
+
+def test_what_the_stream_ends_without_is_told_in_one_line(make, caplog):
+    sources, config = [make.source("s", [150] * 2)], PlanConfig(window=512, mode=PackConfig(pack_size=1))
+    assert list(make.planner(sources, config).steps(StepShape(world_size=1))) == []
+    (line,) = [record.getMessage() for record in caplog.records]
+    said = r"300 samples are left out at the end of the stream \(300 too_long\): the longest is .*; raise pack_size"
+    assert re.match(said, line)

@@ -38,6 +38,17 @@ WANTED = {
 }
 
 
+@pytest.mark.parametrize("last", [[], [900, 900, 900]])
+def test_what_the_stream_ends_without_counts_as_dropped(make, last):
+    """Windows behind the last unit hold nothing that fits: no step is left that tells it."""
+    lengths = [50] * (4 if last else 0) + (last or [900] * 5)
+    config = PlanConfig(mode=PackConfig(pack_size=512), window=4, shuffle=False)
+    plan = make.planner([make.source("s", [len(lengths)])], config, lambda rng, n: np.array(lengths))
+    report = plan_report(plan, StepShape())
+    assert report.samples + sum(report.dropped.values()) == len(lengths)
+    assert report.dropped == {"too_long": lengths.count(900)}
+
+
 def test_the_json_has_every_promised_figure(make):
     plan = make.planner([make.source("s", [50] * 8)], PlanConfig(mode=PackConfig(pack_size=8192)))
     report = plan_report(plan, StepShape(world_size=2, micro_batches=2))

@@ -86,6 +86,7 @@ def test_carried_samples_survive_the_text(sources):
         tokens=zeros,
         vision=zeros,
         vit=zeros,
+        decode=zeros,
         labels=zeros,
         age=table[:, 2],
     ).pick(np.random.default_rng(0).permutation(len(carry)))

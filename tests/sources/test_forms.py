@@ -75,6 +75,41 @@ KNOWN: dict[str, tuple[dict[str, Any], str, list[Any], dict[str, str], dict[str,
         {},
         {},
     ),
+    "llava-video": (
+        {"video": "1.mp4", "data_source": "x", "conversations": llava("<image>\nq", "a")},
+        "LLaVA conversations, videos in 'video'",
+        [{"type": "video", "video": "1.mp4"}, Q],
+        {"messages": "conversations", "videos": "video"},
+        FROM,
+    ),
+    "qwen-vl": (
+        {"id": "0", "conversations": said("Picture 1: <img>1.jpg</img>\nq", "a", role="from", content="value")},
+        "ShareGPT conversations, images in the text",
+        [{"type": "text", "text": "Picture 1:"}, IMAGE, Q],
+        {"messages": "conversations"},
+        {**FROM, "user_tag": "user", "assistant_tag": "assistant"},
+    ),
+    "qwen-audio": (
+        {"conversations": said("Audio 1:<audio>1.wav</audio>q", "a", role="from", content="value")},
+        "ShareGPT conversations, audios in the text",
+        [{"type": "text", "text": "Audio 1:"}, {"type": "audio", "audio": "1.wav"}, Q],
+        {"messages": "conversations"},
+        {**FROM, "user_tag": "user", "assistant_tag": "assistant"},
+    ),
+    "captions": (
+        {"image": "1.jpg", "caption": "a", "alt": "b"},
+        "captions in 'caption', images in 'image'",
+        [IMAGE],
+        {"text": "caption", "images": "image"},
+        {},
+    ),
+    "pixmo": (
+        {"image_url": "https://x/1.jpg", "caption": "a", "transcripts": ["b"]},
+        "captions in 'caption', images in 'image_url'",
+        [{"type": "image", "image": "https://x/1.jpg"}],
+        {"text": "caption", "images": "image_url"},
+        {},
+    ),
     "internvl": (
         {"id": 0, "image": ["1.jpg"], "width_list": [4], "height_list": [4], "conversations": llava("<image>\nq", "a")},
         "InternVL conversations, images in 'image'",
@@ -210,6 +245,17 @@ def test_what_is_recognised_maps_as_what_is_said(drawn: tuple[list[Any], tuple[d
         assert len(shown) == len(record.get(explicit.images) or ())
 
 
+@pytest.mark.parametrize("column", ["conversation", "conversations"])
+def test_pairs_of_turns_are_a_question_and_its_answer_each(column: str):
+    record = {"image": "1.jpg", column: [{"human": "q", "assistant": "a"}, {"human": "r", "assistant": "b"}]}
+    found = recognise([record])
+    assert found is not None
+    assert found.line == "pairs of turns, images in 'image'"
+    told = [(m["role"], m["content"]) for m in map_sharegpt(record, found.form)[0]]
+    more = [("user", [{"type": "text", "text": "r"}]), ("assistant", [{"type": "text", "text": "b"}])]
+    assert told == [("user", [IMAGE, Q]), ("assistant", [A]), *more]
+
+
 def test_what_the_user_says_wins():
     record = {"dialog": llava("<image>q", "a"), "photo": "1.jpg", "image": "thumb.jpg"}
     found = recognise([record], {"messages": "dialog", "images": "photo"})
@@ -243,7 +289,33 @@ TWO_OR_NONE = [
         {"dialog": [{"who": "me", "says": "hello you"}, {"who": "bot", "says": "hi there"}]},
         r"the keys dialog, which is no known form",
     ),
+    (
+        {"dialog": [{"q": "one", "a": "two"}, {"q": "three", "a": "four"}]},
+        r"no known form.* --columns texts=dialog --tags user_tag=q,assistant_tag=a\.",
+    ),
+    (
+        {"dialog": [{"who": "me", "says": "yes"}, {"who": "you", "says": "no, it is not"}] * 2},
+        r"no known form.* messages=dialog --tags role_tag=who,content_tag=says,user_tag=me,assistant_tag=you\.",
+    ),
+    ({"dialog": [{"x": "what is it?", "y": "yes"}]}, "No column holds turns or text"),
+    (
+        {"dialog": [{"answer": "two", "question": "is it one?"}]},
+        r"no known form.* --columns texts=dialog --tags user_tag=question,assistant_tag=answer\.",
+    ),
+    (
+        {"dialog": [{"system": "s", "input": "q", "output": "a"}]},
+        r"the keys dialog, which is no known form.*No column holds turns or text",
+    ),
+    (
+        {"question_id": 1, "question": "what?", "answers": ["a", "b"]},
+        r"no known form.* 'question' asks, and no column has its answer as a text",
+    ),
+    (
+        {"question_type": "what is", "question": "what is it?", "multiple_choice_answer": "it", "answers": ["it"]},
+        r"no known form.* --columns prompt=question,completion=multiple_choice_answer\.",
+    ),
     ({"frage": "q", "antwort": "a"}, r"the keys antwort, frage, which is no known form"),
+    ({"image": "1.jpg", "story": "a text", "img": None}, r"the keys image, img, story.* --columns text=story"),
     ({"body": "a long text", "n": 1}, r"no known form.* --columns text=body"),
 ]
 
@@ -288,6 +360,73 @@ def test_placeholders_without_media_are_text():
     unread = {"messages": said("<image>q", "a"), "image": "1.jpg"}
     with pytest.raises(BadSampleError, match=r"nothing reads 'image' \(add --columns images=image\)"):
         convert_sharegpt_to_conversation(unread)
+
+
+def test_media_that_begin_after_the_first_records_are_not_lost(tmp_path: Path):
+    path = tmp_path / "late.jsonl"
+    records = [{"conversations": llava("q", "a")}] * 60 + [{"image": "1.jpg", "conversations": llava("q", "a")}]
+    path.write_text("\n".join(map(json.dumps, records)))
+    source = open_source(str(path))
+    assert source.read(59).conversation[0]["content"] == [Q]
+    with pytest.raises(
+        BadSampleError, match=r"'image' has images, and nothing reads them \(add --columns images=image"
+    ):
+        source.read(60)
+    thumbnails = {"messages": said("q", "a"), "photos": [], "image": "thumbnail.jpg"}
+    assert map_sharegpt(thumbnails, ShareGptForm(images="photos"))[1] == []
+    shown = {"messages": parts({"type": "image", "image": "1.jpg"}), "image": "1.jpg"}
+    assert map_sharegpt(shown, ShareGptForm())[1] == []
+
+
+def test_image_shows_a_video_only_where_nothing_else_can():
+    both = {"conversations": llava("<image> in <video>", "a"), "video": "1.mp4"}
+    found = recognise([both])
+    assert found is not None
+    assert map_sharegpt(both, found.form)[0][0]["content"] == [
+        {"type": "text", "text": "<image> in"},
+        {"type": "video", "video": "1.mp4"},
+    ]
+    tags = {"messages": said("<img>1.jpg</img><audio>is a tag</audio>", "a"), "audios": ["1.wav"]}
+    assert map_sharegpt(tags, ShareGptForm())[0][0]["content"] == [
+        IMAGE,
+        {"type": "audio", "audio": "1.wav"},
+        {"type": "text", "text": "is a tag</audio>"},
+    ]
+
+
+def test_earlier_pairs_come_before_the_question():
+    record = {"query": "q", "response": "a", "system": "s", "history": [["q0", "a0"], ["q1", "a1"]]}
+    found = recognise([record])
+    assert found is not None
+    told = [(m["role"], m["content"][0]["text"]) for m in map_sharegpt(record, found.form)[0]]
+    asked = [
+        ("user", "q0"),
+        ("assistant", "a0"),
+        ("user", "q1"),
+        ("assistant", "a1"),
+        ("user", "q"),
+        ("assistant", "a"),
+    ]
+    assert told == [("system", "s"), *asked]
+    assert len(map_sharegpt({"query": "q", "response": "a"}, found.form)[0]) == 2
+
+
+def test_functions_that_the_model_would_not_see_are_named():
+    calls = [{"role": "developer", "content": "s"}, {"role": "user", "content": "q"}]
+    assert [m["role"] for m in map_sharegpt({"messages": calls}, ShareGptForm())[0]] == ["system", "user"]
+    calls += [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
+    with pytest.raises(BadSampleError, match=r"turn 3 \(assistant\) has 'tool_calls', which nothing reads; write them"):
+        convert_sharegpt_to_conversation({"messages": calls})
+    tools = {"messages": said("q", "a"), "tools": '[{"name": "f"}]'}
+    with pytest.raises(BadSampleError, match=r"'tools' has functions, and nothing shows them .*--columns system=tools"):
+        convert_sharegpt_to_conversation(tools)
+    read = convert_sharegpt_to_conversation(tools, columns={"system": "tools"})["conversation"]
+    assert read[0] == {"role": "system", "content": [{"type": "text", "text": '[{"name": "f"}]'}]}
+    odd = {"query": "q", "response": "a", "history": [["q0"]]}
+    with pytest.raises(BadSampleError, match=r"'history' has \['q0'\], not a question and its answer"):
+        convert_sharegpt_to_conversation(
+            odd, columns={"prompt": "query", "completion": "response", "history": "history"}
+        )
 
 
 def test_turns_that_are_not_learned():

@@ -13,6 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -254,3 +256,40 @@ def test_shares_are_disjoint_and_complete(world_size: int):
         begin += size
     assert totals.max() - totals.min() <= 1
     assert totals.sum() == sum(sizes)
+
+
+def test_braces_and_joins_name_files(tmp_path: Path):
+    for name in ("x-0", "x-1", "y"):
+        (tmp_path / f"{name}.jsonl").write_text(lines([sample(name)]))
+    assert questions(open_source(f"{tmp_path}/x-{{0..1}}.jsonl")) == ["x-0", "x-1"]
+    assert questions(open_source(f"{tmp_path}/x-{{0..1}}.jsonl::{tmp_path}/y.jsonl")) == ["x-0", "x-1", "y"]
+    assert open_source(f"{tmp_path}/y.jsonl::{tmp_path}/x-0.jsonl").counts == {"x-0": 1, "y": 1}
+    for part in range(2):
+        rows = pa.Table.from_pylist([sample(f"row {part}")])
+        pq.write_table(rows, tmp_path / f"train-0000{part}-of-00002.parquet")
+    assert open_source(f"{tmp_path}/train-0000{{0..1}}-of-00002.parquet").counts == {"train": 2}
+    for named in ("train-0000{0..1}-of-00002.parquet", "train-00000-of-00002.parquet::train-00001-of-00002.parquet"):
+        assert questions(open_source(write_meta(tmp_path, rows={"file_name": named}))) == ["row 0", "row 1"]
+    (tmp_path / "own{0..1}.jsonl").write_text(lines([sample("its own name")]))
+    assert questions(open_source(f"{tmp_path}/own{{0..1}}.jsonl")) == ["its own name"]
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "y.jsonl").write_text(lines([sample("other")]))
+    with pytest.raises(SourceError, match=r"have the same name; convert them one by one"):
+        open_source(f"{tmp_path}/y.jsonl::{tmp_path}/sub/y.jsonl")
+    with pytest.raises(SourceError, match="has a brace without its pair"):
+        open_source(f"{tmp_path}/x-{{0..")
+    with pytest.raises(SourceError, match=r"x-2\.jsonl: cannot be opened"):
+        open_source(f"{tmp_path}/x-{{1..2}}.jsonl")
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x-{0..1}.tar", "a.tar::b.tar", "x.tar.gz", "s3://bucket/x-{0..1}.tar"])
+def test_tars_are_used_in_place(tmp_path: Path, name: str):
+    place = name if "://" in name else f"{tmp_path}/{name}"
+    with pytest.raises(SourceError, match=r"a tar needs no conversion.*StreamLoader.*vlm-stream index '"):
+        open_source(place)
+
+
+def test_folders_of_tars_are_used_in_place(tmp_path: Path):
+    (tmp_path / "x.tar").write_bytes(b"")
+    with pytest.raises(SourceError, match=r"Its tars need no conversion: vlm-stream index '"):
+        open_source(str(tmp_path))

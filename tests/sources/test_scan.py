@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,9 +104,8 @@ def test_an_empty_array_has_no_records(text: str):
 
 def test_spans_widen_for_files_beyond_4_gib():
     builder = SpanBuilder()
-    builder.add(np.array([0, 10]), np.array([10, 30]), np.array([1, 2]))
-    builder.add(np.array([30]), np.array([2**33]), np.array([2**32 + 3]))
-    builder.add(np.array([2**33]), np.array([2**33 + 1]), np.array([4]))
+    for begin, end, line in ((0, 10, 1), (10, 30, 2), (30, 2**33, 2**32 + 3), (2**33, 2**33 + 1, 4)):
+        builder.add(begin, end, line)
     spans = builder.build()
     assert spans.begins.tolist() == [0, 10, 30, 2**33]
     assert spans.sizes.tolist() == [10, 20, 2**33 - 30, 1]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vlm_stream.conversation import iter_media
 from vlm_stream.errors import BadSampleError, ConfigError, SourceError
-from vlm_stream.sources import ShareGptForm, _convert_sharegpt_to_conversation, convert_sharegpt_to_conversation
+from vlm_stream.sources import ShareGptForm, convert_sharegpt_to_conversation
 from vlm_stream.sources.sharegpt import map_sharegpt
 
 
@@ -123,7 +123,7 @@ def test_columns_and_tags():
 
 def test_passengers_are_the_same_objects_and_nothing_else_survives():
     meta = {"images_meta": [[1, 2]]}
-    result = _convert_sharegpt_to_conversation(
+    result = convert_sharegpt_to_conversation(
         {**example("a", "b"), "mm_inputs_meta": meta, "_text_tokens": None, "z": 1}
     )
     assert result.keys() == {"conversation", "mm_inputs_meta", "_text_tokens"}
@@ -157,7 +157,7 @@ BAD = {
     ),
     "unmapped_role": (
         {"messages": [{"role": "user", "content": "q"}, {"role": "tool", "content": "t"}]},
-        r"turn 2 has the role 'tool'; mapped are assistant, system, user",
+        r"turn 2 has the role 'tool'; mapped are assistant, developer, system, user",
     ),
     "no_role": (
         {"messages": [{"from": "user", "content": "q"}, {"role": "user", "content": "q"}]},

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.storage.fault_proxy import FaultProxy
 from tests.storage.shard_data import write_shards
+from vlm_stream.chaos import FaultProxy
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from tests.storage.shard_data import read
+from tests.waiting import wait_for
 from vlm_stream.storage import ReadOptions, SpanReader, open_store
 
 
@@ -44,7 +45,8 @@ def kill_during_fill(shards, folder, options, num_kills: int, seed: int = 0) -> 
         started = context.Event()
         child = context.Process(target=_read_for_ever, args=(shards, folder, options, started, dict(os.environ)))
         child.start()
-        assert started.wait(60)
+        assert started.wait(240)
+        wait_for(lambda: cached_files(folder, "part") or len(cached_files(folder)) == len(right))
         time.sleep(rng.random() * 0.3)
         child.kill()
         child.join()

@@ -4,11 +4,11 @@ import multiprocessing
 import os
 import pickle
 import stat
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_for
 from vlm_stream.errors import AccessError, NotFoundError, StorageError
 from vlm_stream.storage import Store, local, open_store
 
@@ -56,9 +56,8 @@ def test_a_failed_write_leaves_the_old_object_and_no_litter(tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def _write_for_ever(folder, started):
+def _write_for_ever(folder):
     store = open_store(folder)
-    started.set()
     while True:
         for byte in (b"a", b"b"):
             store.put("x", byte * 300_000)
@@ -66,14 +65,10 @@ def _write_for_ever(folder, started):
 
 def test_kill_9_during_writes_leaves_a_whole_object(tmp_path):
     context = multiprocessing.get_context("spawn")
-    started = context.Event()
-    child = context.Process(target=_write_for_ever, args=(str(tmp_path), started))
+    child = context.Process(target=_write_for_ever, args=(str(tmp_path),))
     child.start()
-    assert started.wait(60)
+    wait_for((tmp_path / "x").exists)
     store = open_store(str(tmp_path))
-    end = time.monotonic() + 20
-    while not (tmp_path / "x").exists() and time.monotonic() < end:
-        time.sleep(0.01)
     for _ in range(50):
         assert store.get("x") in (b"a" * 300_000, b"b" * 300_000)
     child.kill()
@@ -103,11 +98,11 @@ def test_no_permission(tmp_path, monkeypatch):
         open_store(str(tmp_path)).get("x")
 
 
-def test_many_files_do_not_stay_open(tmp_path):
+def test_files_do_not_stay_open(tmp_path):
     store = open_store(str(tmp_path))
-    for number in range(200):
+    for number in range(20):
         (tmp_path / str(number)).write_bytes(b"x")
     before = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    for number in range(200):
+    for number in range(20):
         store.get_ranges(str(number), [(0, 1)])
-    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) - before <= 128
+    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before

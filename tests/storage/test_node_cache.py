@@ -7,16 +7,19 @@ import logging
 import multiprocessing
 import os
 import resource
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
-from tests.storage.fault_proxy import Fault
 from tests.storage.kill_fill import cache_options, cached_files, kill_during_fill
 from tests.storage.shard_data import read, write_shards
-from vlm_stream.storage import SpanReader, StoreOptions
-from vlm_stream.storage.cache import NodeCache, NoRoomError, ShardKey
+from vlm_stream.chaos import Fault
+from vlm_stream.storage import ShardKey, SpanReader, StoreOptions
+from vlm_stream.storage import cache as cache_module
+from vlm_stream.storage.cache import NodeCache, NoRoomError
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -114,14 +117,15 @@ def test_a_part_of_a_dead_writer_is_started_over(tmp_path):
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_writer_that_stopped_writing_is_not_waited_for(tmp_path):
+def test_a_writer_that_stopped_writing_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_module, "_STALLED_S", 1.0)
     cache = NodeCache(str(tmp_path), 10**6)
     cache._folder.mkdir()
     part = cache._file(key_of("a"), "part")
     with part.open("wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         os.utime(part, (0, 0))
-        with pytest.raises(NoRoomError, match="has not written for 30 s"):
+        with pytest.raises(NoRoomError, match="has not written for 1 s"):
             cache.obtain(key_of("a"), no_download, time.sleep)
 
 
@@ -133,7 +137,7 @@ def test_a_failed_download_leaves_nothing(tmp_path):
 
     with pytest.raises(ValueError, match="broken"):
         cache.obtain(key_of("a"), broken, time.sleep)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
 
 
 def read_with_cache(shards, folder, options, max_bytes=10**9):
@@ -154,6 +158,23 @@ def test_a_second_epoch_asks_the_store_for_nothing(s3_shards, proxy, tmp_path):
     assert proxy.seen.total() == num_requests
 
 
+def test_one_thread_of_a_reader_brings_shards_ahead(s3_shards, s3_server, tmp_path, monkeypatch):
+    class SlowToBeMade(threading.Thread):
+        def __init__(self, *args, name=None, **options):
+            if name == "vlm-stream-ahead":
+                time.sleep(0.2)  # long enough for the other threads to come to the same place
+            super().__init__(*args, name=name, **options)
+
+    def bringing():
+        return [thread for thread in threading.enumerate() if thread.name == "vlm-stream-ahead"]
+
+    monkeypatch.setattr(threading, "Thread", SlowToBeMade)
+    with SpanReader(cache_options(tmp_path), store_options=s3_server.options) as reader:
+        read(reader, s3_shards.order())
+        assert len(bringing()) == 1
+    assert not bringing()
+
+
 def _read_in_process(shards, folder, options, out):
     try:
         out.put(read_with_cache(shards, folder, options).cache_downloads)
@@ -169,7 +190,7 @@ def test_many_processes_download_each_shard_once(s3_shards, s3_server, tmp_path)
     ]
     for child in children:
         child.start()
-    counts = [out.get(timeout=60) for _ in children]
+    counts = [out.get(timeout=240) for _ in children]
     for child in children:
         child.join(60)
     assert sum(counts) == 3
@@ -211,11 +232,11 @@ def test_a_fork_at_the_wrong_moment_leaves_nothing_locked(tmp_path):
     cache = NodeCache(tmp_path, 10_000)
     cache.obtain(key_of("a"), filler(b"a"), time.sleep)[0].close()
     with cache._locked_folder():
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
         child.start()
     try:
         with ThreadPoolExecutor(1) as pool:
-            shard, _ = pool.submit(cache.obtain, key_of("b"), filler(b"b"), time.sleep).result(timeout=30)
+            shard, _ = pool.submit(cache.obtain, key_of("b"), filler(b"b"), time.sleep).result(timeout=240)
         assert shard.read(0, 3) == b"bbb"
         shard.close()
     finally:
@@ -243,7 +264,7 @@ def test_a_full_disk_means_no_cache_and_one_warning(s3_shards, s3_server, tmp_pa
     assert (samples, bad) == (60, 0)
     assert len(warnings) == 1
     assert "The node cache goes on without some shards: File too large" in warnings[0]
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
 
 
 def test_kill_9_at_any_moment_leaves_the_cache_usable(s3_server, proxy, tmp_path, request):
@@ -255,3 +276,38 @@ def test_kill_9_at_any_moment_leaves_the_cache_usable(s3_server, proxy, tmp_path
     assert num_parts_left > 0  # some kills did come in the middle of a download
     proxy.faults = []
     read_with_cache(shards, tmp_path, options)
+
+
+def test_a_clock_that_was_set_back_keeps_no_shard_for_ever(tmp_path):
+    cache = NodeCache(str(tmp_path), 1500)
+    cache.obtain(key_of("a"), filler(b"a"), time.sleep)[0].close()
+    tomorrow = time.time() + 86_400
+    os.utime(cache._file(key_of("a"), "shard"), (tomorrow, tomorrow))
+    shard, downloaded = cache.obtain(key_of("b"), filler(b"b"), time.sleep)
+    shard.close()
+    assert downloaded
+
+
+@pytest.mark.parametrize("jump_s", [-86_400, 86_400])
+def test_a_clock_that_jumps_does_not_make_a_writer_look_dead_or_alive(tmp_path, monkeypatch, jump_s):
+    """Who waits counts by a clock that cannot jump how long the file has not changed."""
+    now = 0.0
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    cache = NodeCache(str(tmp_path), 10**6)
+    cache._folder.mkdir()
+    part = cache._file(key_of("a"), "part")
+    begin = time.time() + jump_s
+    written = []
+
+    def wait(_seconds):
+        nonlocal now
+        now += cache_module._STALLED_S / 10
+        if len(written) < 30:  # the other one writes for a while
+            written.append(begin + len(written))
+            os.utime(part, (written[-1], written[-1]))
+
+    with part.open("wb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        with pytest.raises(NoRoomError, match="has not written for"):
+            cache.obtain(key_of("a"), no_download, wait)
+    assert len(written) == 30

@@ -12,7 +12,7 @@ from tests.storage.shard_data import read
 from vlm_stream.errors import StorageError
 from vlm_stream.storage import SpanReader, open_store
 
-_PATIENCE_S = 60
+_PATIENCE_S = 240
 
 
 def _read_in_child(reader, spans, out, environment):

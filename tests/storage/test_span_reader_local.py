@@ -84,7 +84,7 @@ def test_a_cancelled_reading_says_so_and_others_go_on(local_shards, monkeypatch)
     fetch = LocalStore.fetch
 
     def slow_fetch(*args):
-        assert go_on.wait(20)
+        assert go_on.wait(240)
         return fetch(*args)
 
     monkeypatch.setattr(LocalStore, "fetch", slow_fetch)

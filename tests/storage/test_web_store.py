@@ -47,6 +47,8 @@ def test_http_ranges(files):
             store.get("none")
         with pytest.raises(StorageError, match="plain web server, which cannot list its files"):
             list(store.list())
+        with pytest.raises(StorageError, match="plain web server, which takes no files"):
+            store.put("new", b"x")
 
 
 def test_https_with_a_private_authority(files, tmp_path):

@@ -15,8 +15,11 @@ from urllib.parse import unquote, urlsplit
 class WebServer:
     """Serves `files`, a dict from path to bytes. Use it as a context manager."""
 
-    def __init__(self, files: dict[str, bytes], *, ranges: bool = True, certificate: Path | None = None) -> None:
-        handler = type("Handler", (_Handler,), {"files": files, "ranges": ranges})
+    def __init__(
+        self, files: dict[str, bytes], *, ranges: bool = True, certificate: Path | None = None, missing: int = 404
+    ) -> None:
+        """Answer with `missing` what is not there."""
+        handler = type("Handler", (_Handler,), {"files": files, "ranges": ranges, "missing": missing})
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self.scheme = "http"
@@ -43,6 +46,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes]
     ranges: bool
+    missing: int
 
     def do_HEAD(self) -> None:
         self._answer(with_body=False)
@@ -55,7 +59,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path = unquote(parts.path).strip("/") + "?recursive" * ("recursive=true" in parts.query.lower())
         blob = self.files.get(path)
         if blob is None:
-            self._send(404, b"", {})
+            self._send(self.missing, b"", {})
             return
         headers = {"ETag": f'"{len(blob)}-{hash(blob)}"', "Accept-Ranges": "bytes"}
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))

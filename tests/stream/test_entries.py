@@ -206,6 +206,8 @@ def test_stats_add_up_entry_by_entry(
     lengths = next(each for each in stats["histograms"] if each["name"] == "sample length")
     assert sum(entry["length"] for entry in stats["entries"].values()) == lengths["total"]
     assert "<td>captions</td><td>30 (50.0%)</td>" in page.read_text()
+    assert main(["stats", str(mixed_shards), "--json"]) == 0  # for the processor of the conversion, by the manifest
+    assert lengths in json.loads(capsys.readouterr().out)["histograms"]
     assert main(["stats", str(mixed_shards)]) == 0
     assert "dialogues" in capsys.readouterr().out
 

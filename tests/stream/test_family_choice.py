@@ -10,20 +10,25 @@ import numpy as np
 import pytest
 import torch
 
+from tests.remote_processors import build_stand_in
 from vlm_stream.collate import (
     COLLATE_FNS,
     default_collate_fn,
     families,
     family_of,
+    find_family,
+    get_collate,
     phi4_mm_collate_fn,
     register_collate,
 )
+from vlm_stream.convert import make_shards
 from vlm_stream.encode import IGNORE
 from vlm_stream.errors import ConfigError
 from vlm_stream.loader import StreamLoader
-from vlm_stream.testing import build_processor
-from vlm_stream.testing.remote import build_stand_in
+from vlm_stream.sources import Record, SourceGroup
+from vlm_stream.testing import build_processor, make_jpeg
 
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 PACKED = {"pack_size": 2048, "batch_size": 2}
 PLAIN = {"mode": "plain", "batch_size": 4}
 
@@ -93,6 +98,44 @@ def test_a_named_family_gives_the_batch_of_its_function(toy_shards, processor):
     assert batch["pixel_values"].dtype == torch.float32  # of this family; that of encoded samples is bfloat16
 
 
+def test_every_family_that_the_page_lists_is_chosen_by_its_name() -> None:
+    row = re.search(r"^\| by rule \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert row is not None
+    for name in re.findall(r"`(\w+)`", row[1]):
+        family = find_family(name)
+        assert family.name == name
+        assert all(find_family(processor) is family for processor in family.processors)
+
+
+def test_a_family_without_a_function_of_its_own_gives_the_batch_of_the_default_one(tmp_path):
+    gemma = build_processor("gemma3", image={"size": {"height": 56, "width": 56}})
+    turns = [[{"type": "image", "image": make_jpeg(40, 50)}, {"type": "text", "text": "What?"}], "It."]
+    roles = [{"role": role, "content": content} for role, content in zip(("user", "assistant"), turns, strict=True)]
+    record = Record(source="one", id="0", origin="one:0", conversation=roles)
+    make_shards(SourceGroup([Listed([record])], name="one"), tmp_path / "out", processor=gemma)
+    named = first(tmp_path / "out", gemma, collate="gemma3", **PLAIN)
+    same = first(tmp_path / "out", gemma, collate="default", **PLAIN)
+    assert named.keys() == same.keys()
+    assert all(torch.equal(value, named[key]) for key, value in same.items() if isinstance(value, torch.Tensor))
+    assert "Gemma3Processor" not in COLLATE_FNS  # as in NeMo Automodel, whose table has no such key
+    assert get_collate(gemma) is COLLATE_FNS["default"]
+
+
+class Listed:
+    """Records of a list."""
+
+    name = "one"
+
+    def __init__(self, records: list[Record]) -> None:
+        self._records = records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(self, index: int) -> Record:
+        return self._records[index]
+
+
 def joined(examples: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
     return default_collate_fn(examples, processor) | {"mine": len(examples)}
 
@@ -114,7 +157,7 @@ def test_a_registered_function_is_given_conversations(toy_shards, processor):
 
 
 def test_the_example_of_the_page_runs(toy_shards, processor):
-    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1]
     scope: dict[str, Any] = {}
     exec(example, scope)

@@ -151,13 +151,15 @@ def test_no_sample_ends_vlm_stream_index(tmp_path, processor, saved_processor, e
     assert not NET_REASONS & {line.reason for line in dropped.values()}
     for num_workers in (0, 2):
         # Not packed: of guessed counts some packs come out too long.
-        came, bad = stream(tmp_path / "out", processor, num_workers=num_workers, mode="plain", batch_size=4)
+        named = {"store": {"tars": [str(tmp_path)]}, "num_workers": num_workers}
+        came, bad = stream(tmp_path / "out", processor, mode="plain", batch_size=4, **named)
         check(came, bad, dropped)
         assert not set(came) & dropped.keys()
     manifest = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert sum(manifest["dropped"].values()) == len(dropped)
-    assert main(["verify", str(tmp_path / "out"), *one]) == 0
-    recount = main(["recount", str(tmp_path / "out"), "--processor", str(saved_processor), *one])
+    assert main(["verify", str(tmp_path / "out"), "--tars", str(tmp_path), *one]) == 0
+    tars = ["--tars", str(tmp_path)]
+    recount = main(["recount", str(tmp_path / "out"), "--processor", str(saved_processor), *tars, *one])
     assert recount == (0 if exact else 1)  # of guessed counts, some belong to samples that the processor refuses
     assert "Traceback" not in capsys.readouterr().err
 

@@ -20,6 +20,8 @@ from vlm_stream import StreamLoader
 from vlm_stream.convert import make_shards
 from vlm_stream.errors import WorkerError
 
+pytestmark = pytest.mark.usefixtures("nothing_is_late")  # deaths are counted
+
 OPTIONS = {"mode": "plain", "batch_size": 3, "with_refs": True, "bad_budget": None, "shuffle": False}
 
 
@@ -122,7 +124,7 @@ def test_a_sample_that_ends_its_worker_is_left_out(shards_with, deadly, caplog, 
 
 
 def test_a_sample_on_which_workers_hang_is_left_out(shards_with, deadly):
-    lines = run(shards_with({4: "HANG"}), deadly, {"000000004"}, worker_timeout=3.0)
+    lines = run(shards_with({4: "HANG"}), deadly, {"000000004"}, worker_timeout=10.0, max_restarts=20)
     assert "2 workers were lost while they worked on it (the last one hung), so it is left" in lines["000000004"].detail
 
 

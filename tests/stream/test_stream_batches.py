@@ -112,7 +112,9 @@ def test_too_many_bad_samples_end_the_run(damaged_shards, processor):
         ({"mode": "paked"}, "mode is 'paked'; did you mean 'packed'"),
         ({"pack_sise": 12}, "there is no option 'pack_sise'; did you mean 'pack_size'"),
         ({"pack_size": 12, "bad_budget": 2}, "bad_budget is 2.0, but it is a share"),
-        ({"pack_size": 12, "packing_ratio": 0}, "packing_ratio=0.0 leaves a capacity of 0"),
+        ({"pack_size": 12, "packing_ratio": 0}, "packing_ratio=0.0 is no share of a row"),
+        ({"pack_size": 12, "packing_ratio": float("nan")}, "packing_ratio=nan is no share of a row"),
+        ({"pack_size": 12, "packing_ratio": 0.01}, "packing_ratio=0.01 leaves a capacity of 0 tokens in a row of 12"),
         ({"pack_size": 12, "rank": 3, "world_size": 2}, "rank 3 of 2 does not exist"),
     ],
 )

@@ -37,6 +37,17 @@ def test_every_sample_comes_once_with_its_bytes(toy_shards, num_workers):
     assert {message["role"] for message in messages} >= {"user", "assistant"}
 
 
+@pytest.mark.parametrize("index_bytes", [0, "20k"])
+def test_indexes_that_are_kept_stay_within_their_limit(toy_shards, index_bytes):
+    stream = VLMStream(toy_shards, processor=None, mode="plain", batch_size=4, index_bytes=index_bytes)
+    samples = [(s.shard, s.key) for s in samples_of(stream)]
+    kept = stream.plan().datasets.opened[0]._cache
+    assert (
+        kept.num_bytes <= (20_000 if index_bytes else 0) < sum(p.stat().st_size for p in toy_shards.glob("*.parquet"))
+    )
+    assert samples == [(s.shard, s.key) for s in samples_of(VLMStream(toy_shards, processor=None, mode="plain"))]
+
+
 def test_packs_hold_the_samples_that_an_encoded_run_packs(toy_shards, processor):
     options = {"mode": "packed", "pack_size": 1024, "batch_size": 2, "window": 32}
     raw = StreamLoader(toy_shards, processor=None, **options)

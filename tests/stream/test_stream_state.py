@@ -140,6 +140,38 @@ def test_a_bomb_in_the_state_is_refused(text):
         RunState.from_dict({STATE_KEY: sealed("[" * 100_000)})
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"rounds": 10**6}, "its rounds are 1000000, and its plan has come to the end of 1 at most"),
+        ({"rounds": 2**40}, "its rounds are 1099511627776"),
+        ({"plan": None, "rounds": 1}, "come to the end of 0 at most"),
+        ({"plan": None}, "its batches are 3"),
+        ({"done": 2**26}, "the plan has no such units there"),
+        ({"done": 2**62}, "done is 4611686018427387904"),
+        ({"done": 500}, "the plan has no such units there"),
+        ({"planned": 2**60}, "planned is 1152921504606846976"),
+        ({"planned": 0, "done": 1}, "the plan has no such units there"),
+    ],
+)
+def test_a_forged_place_that_the_plan_does_not_have_is_refused(
+    text, toy_shards, processor, change: dict, sentence: str
+) -> None:
+    """Not by planning for hours, and not by delivering nothing."""
+    body = json.loads(text)["state"]
+    body["plan"].pop("done_beyond", None)
+    for name, value in change.items():
+        (body if name in body or name == "rounds" else body["plan"])[name] = value
+    loader = StreamLoader(toy_shards, processor=processor, **OPTIONS)
+
+    def go_on() -> None:
+        loader.load_state_dict({STATE_KEY: sealed(json.dumps(body))})
+        next(_plan(loader).steps(loader.options.shape(1), body["plan"]))
+
+    with pytest.raises(StateError, match=sentence):
+        go_on()
+
+
 def test_another_tokenizer_or_template_is_refused(loader, toy_shards, processor):
     state = loader.state_dict()
     other = copy.deepcopy(processor)

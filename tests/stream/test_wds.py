@@ -80,7 +80,7 @@ def test_every_sample_comes_once_over_any_chain_of_world_sizes(tars, runs, last)
         seen += keys
         if len(seen) + world * 4 > NUM_SAMPLES:
             break
-    rest, _ = run(tars, last, state, None)
+    rest = run(tars, last, state, None)[0] if len(seen) < NUM_SAMPLES else []  # iterating again is the next epoch
     assert sorted(seen + rest) == sorted(sample["__key__"] for sample in planned(str(tars), seed=5))
 
 
@@ -115,6 +115,92 @@ def test_batches_of_workers_come_in_the_order_of_the_plan(tars):
     alone = [sample["__key__"] for sample in planned(str(tars), seed=5)]
     shared, _ = consume(tars, None, world=1, workers=2, batches=None)
     assert shared[:20] == alone[:20]
+
+
+def make_loader(tars, **options):
+    """Return a source that is seen through a pipeline, and its DataLoader."""
+    source = planned(str(tars), seed=5, batch_size=2)
+    pipeline = wds.DataPipeline(source, wds.to_tuple("__key__", "__place__"), wds.batched(2))
+    return source, DataLoader(pipeline, batch_size=None, **options)
+
+
+def take(source, batches, *, noted=True):
+    keys = []
+    for own, places in batches:
+        keys += own
+        if noted:
+            source.note(places)
+    return keys
+
+
+@pytest.mark.parametrize("noted", [True, False])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_passes_over_a_dataloader_are_epochs_noted_or_not(tars, persistent, noted):
+    expected = planned(str(tars), seed=5)
+    expected = [[sample["__key__"] for sample in expected] for _ in range(3)]
+    source, loader = make_loader(tars, num_workers=2, persistent_workers=persistent)
+    assert [sorted(take(source, loader, noted=noted)) for _ in range(3)] == [sorted(epoch) for epoch in expected]
+    fourth = take(source, itertools.islice(loader, 6), noted=noted)
+    assert len(set(fourth)) == 12
+    assert fourth not in [epoch[:12] for epoch in expected]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0, 1, 2]), st.booleans(), st.integers(1, 14)), min_size=2, max_size=4),
+)
+@settings(max_examples=8, deadline=None)
+def test_broken_passes_and_states_within_them_lose_and_repeat_nothing(tars, passes):
+    """Take so many batches in each pass (12 are an epoch), with states saved and loaded in between."""
+    epochs = planned(str(tars), seed=5)
+    epochs = [sorted(sample["__key__"] for sample in epochs) for _ in range(len(passes))]
+    source, loader = make_loader(tars, num_workers=1, persistent_workers=True)
+    seen = []
+    for workers, resumes, count in passes:
+        if resumes or workers != loader.num_workers:
+            state = source.state_dict()
+            source, loader = make_loader(tars, num_workers=workers, persistent_workers=workers > 0)
+            source.load_state_dict(json.loads(json.dumps(state)))
+        for number, batch in enumerate(itertools.islice(loader, count)):
+            seen += take(source, [batch])
+            if number % 2:
+                source.state_dict()  # looking changes nothing
+    while seen:
+        part, seen = seen[:NUM_SAMPLES], seen[NUM_SAMPLES:]
+        assert len(set(part)) == len(part)
+        assert sorted(part) == epochs.pop(0) or not seen
+
+
+def test_a_rank_that_gets_one_sample_fewer_goes_on_with_the_others(tars):
+    source = planned(str(tars), seed=5, rank=1, world_size=2)
+    loader = DataLoader(wds.DataPipeline(source, wds.to_tuple("__key__", "__place__")), batch_size=None, num_workers=1)
+    passes = [take(source, (([key], place) for key, place in loader)) for _ in range(3)]
+    assert list(map(len, passes)) == [11, 11, 11]
+    assert len(set(map(tuple, passes))) == 3
+
+
+def test_what_a_stage_took_ahead_comes_again_where_samples_are_noted(tars):
+    source, loader = make_loader(tars, num_workers=0)
+    begun = take(source, itertools.islice(loader, 3))
+    resumed = planned(str(tars), seed=5)
+    resumed.load_state_dict(source.state_dict())
+    rest = [sample["__key__"] for sample in resumed]
+    assert len(begun) == 6
+    assert sorted(begun + rest) == sorted(sample["__key__"] for sample in planned(str(tars), seed=5))
+
+
+def test_places_that_do_not_follow_each_other_are_refused(tars):
+    source = planned(str(tars), seed=5)
+    places = [sample["__place__"] for sample in source]
+    source.note(places[3::-1])  # within a batch any order will do
+    with pytest.raises(StateError, match=r"noted after later ones of its worker.*keep the order of the source"):
+        source.note(places[2])
+    with pytest.raises(StateError, match="places of two DataLoaders were noted"):
+        source.note(places[9].replace("0/1", "0/2"))
+    source.note(places[4:])
+    again = [sample["__place__"] for sample in source]
+    source.note(again[0])
+    with pytest.raises(StateError, match=r"samples of another iteration were noted.*before the first of the next"):
+        source.note(places[5])
 
 
 def test_a_state_that_nobody_noted_is_refused(tars):

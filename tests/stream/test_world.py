@@ -2,11 +2,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.world import World, find_world
+from vlm_stream.loader_options import LoaderOptions, RayBuilders
+from vlm_stream.world import World, cores_of, find_world
 
 
 class Mesh:
@@ -146,3 +148,51 @@ def test_a_process_group_that_comes_later_is_noticed(bare, toy_shards, saved_pro
     for rank, (sentence, found) in enumerate(told):
         assert sentence.startswith("iteration began as rank 0 of 1 (told by nobody), and torch.distributed was")
         assert found == f"{rank} 2 True"
+
+
+def test_clips_are_decoded_by_cores_that_no_other_process_has(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    alone, many = World(0, 1), World(0, 6)
+    assert [cores_of(World(0, 1)), cores_of(many), cores_of(World(0, 3, peers=2)), cores_of(World(0, 99))] == [
+        12,
+        2,
+        2,
+        1,
+    ]
+    assert [LoaderOptions(num_workers=number).threads_of(alone) for number in (0, 1, 2, 5, 30)] == [8, 6, 4, 2, 1]
+    assert LoaderOptions(num_workers=1).threads_of(many) == 1
+    assert LoaderOptions(num_workers=30, decode_threads=3).threads_of(many) == 3
+    assert LoaderOptions(builders=RayBuilders(num_cpus=4)).threads_of(many) == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert cores_of(World(0, 64)) == 3
+
+
+class Train:
+    """Stand-in with the one function of `ray.train` that is used: a real one needs a cluster."""
+
+    def __init__(self, answer):
+        self.get_context = answer
+
+
+def context_of(rank, size, experiment="run"):
+    names = {"get_world_rank": rank, "get_world_size": size, "get_experiment_name": experiment}
+    return lambda: SimpleNamespace(**{name: lambda value=value: value for name, value in names.items()})
+
+
+def no_worker():
+    raise RuntimeError("ray.train.get_context() is called outside of a worker")
+
+
+def test_ray_train_tells_the_rank_of_its_workers_alone(bare):
+    bare.setitem(sys.modules, "ray.train", Train(context_of(1, 3)))
+    assert (find_world(), find_world().told_by) == (World(1, 3), "Ray Train")
+    assert find_world(0, 2).told_by == "arguments"
+    for answer in (no_worker, context_of(0, 1, experiment=None), context_of(None, None)):
+        bare.setitem(sys.modules, "ray.train", Train(answer))
+        assert (find_world(), find_world().told_by) == (World(0, 1), "nobody")
+    launch(bare, RANK=1, WORLD_SIZE=2)  # a process that Ray Train has nothing to do with
+    assert find_world() == World(1, 2)
+    bare.setitem(sys.modules, "ray.train", Train(context_of(0, 1)))
+    with pytest.raises(ConfigError, match="Ray Train says that this process is alone, and torchrun that it is one of"):
+        find_world()

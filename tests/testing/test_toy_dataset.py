@@ -8,7 +8,7 @@ import json
 import pytest
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.testing import demo, make_toy_dataset
+from vlm_stream.testing import make_toy_dataset
 
 
 def read_samples(meta):
@@ -67,12 +67,3 @@ def test_same_seed_gives_same_bytes(tmp_path):
 def test_too_few_samples_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="2 samples do not fill them: ask for 3"):
         make_toy_dataset(tmp_path, num_samples=2)
-
-
-def test_the_demo_says_what_it_lacks_and_deletes_nothing(tmp_path, monkeypatch, capsys):
-    kept = tmp_path / "mine.txt"
-    kept.write_text("precious")
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda _name: None)
-    assert demo.main(["--out", str(tmp_path)]) == 2
-    assert "pip install 'vlm-stream[video]'" in capsys.readouterr().out
-    assert kept.exists()

@@ -61,8 +61,14 @@ _REQUIRED = {
     "vision_feature_select_strategy": "default",
 }
 """What classes need and have no default for."""
-_AROUND = {"HunYuanVLProcessor": "{image_start_token}{image_token}{image_end_token}", "Gemma3Processor": "{boi_token}"}
-"""What templates write for an image, where it is not the image token alone."""
+_AROUND = {
+    "Blip2Processor": "",
+    "Florence2Processor": "",
+    "FuyuProcessor": "",
+    "Gemma3Processor": "{boi_token}",
+    "HunYuanVLProcessor": "{image_start_token}{image_token}{image_end_token}",
+}
+"""What templates write for an image, where it is not the image token alone; some classes put it before all text."""
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for item in message['content'] %}"
@@ -99,6 +105,8 @@ def build_any(name: str, kind: str) -> Any:
             parts[part] = getattr(transformers, entry)()
             if part == "image_processor" and getattr(parts[part], "image_seq_length", None) is None:
                 parts[part].image_seq_length = 64  # checkpoints of PaliGemma and Florence-2 bring it along
+            if getattr(parts[part], "use_token_compression", False):
+                parts[part].use_token_compression = False  # else tokens depend on pixels, and the encoder refuses it
     taken = inspect.signature(cls.__init__).parameters
     required = {
         n: v for n, v in _REQUIRED.items() if n in taken and taken[n].default in (None, inspect.Parameter.empty)
@@ -122,6 +130,8 @@ def _make_tokenizer(cls: type) -> Any:
     source = inspect.getsource(sys.modules[cls.__module__])
     named = {a or b: f"<|{a or b}|>" for a, b in _NAMED.findall(source)}
     named = {n: token for n, token in named.items() if n.removesuffix("_token") not in _COMMON_NAMES}
+    if cls.__name__ == "Blip2Processor":  # takes the attribute for a string and for more than that
+        named = {}
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", *_SPECIAL.findall(source), *named.values())
     return train_tokenizer(
         tuple(dict.fromkeys(special)), eos="<|im_end|>", pad="<|endoftext|>", bos="<s>", named_tokens=named

@@ -139,7 +139,12 @@ def test_rows_are_counted_one_by_one():
         )
         for _ in range(40)
     ]
-    together = count_tokens(make_columns(samples, range(40)), geometry)
+    columns = make_columns(samples, range(40))
+    together = count_tokens(columns, geometry)
+    some = np.flatnonzero(rng.random(40) < 0.5)
+    picked = count_tokens(columns.narrowed().pick(some), geometry)
+    for column in ("tokens", "vision_tokens", "vision_patches", "vision_squares"):
+        np.testing.assert_array_equal(getattr(picked, column), getattr(together, column)[some])
     for place, sample in enumerate(samples):
         alone = count_tokens(make_columns([sample], [place]), geometry)
         for column in ("tokens", "vision_tokens", "vision_patches", "vision_squares"):

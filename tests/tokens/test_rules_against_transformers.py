@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from vlm_stream.testing import build_processor
-from vlm_stream.tokens import Geometry
+from vlm_stream.tokens import Geometry, ImageSize, MediaSizes, TextCounter, count_tokens, make_columns
 from vlm_stream.tokens.rules.pieces import FixedImage
 
 
@@ -264,3 +268,81 @@ def test_gemma3_pan_and_scan():
     limits = {key: value for key, value in options.items() if key != "do_pan_and_scan"}
     expected = [len(part.pan_and_scan_batched(torch.zeros(1).expand(1, 3, int(h), int(w)), **limits)) for h, w in sizes]
     assert rule.count_crops(sizes[:, 0], sizes[:, 1]).tolist() == expected
+
+
+def encoded_length(processor, texts, sizes):
+    """Return how many ids the processor gives for texts with images between them."""
+    token = processor.image_token
+    text = token.join(texts)
+    images = [Image.new("RGB", (width, height)) for height, width in sizes]
+    return text, len(processor(text=[text], images=[images])["input_ids"][0])
+
+
+SIDES = st.one_of(st.integers(1, 1600), st.sampled_from([336, 337, 364, 672, 1008, 1344]))
+SIZES = st.lists(st.tuples(SIDES, SIDES).filter(lambda s: max(s) <= 100 * min(s)), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("family", ["idefics3", "llama4", "llava_next", "paligemma"])
+@given(sizes=SIZES, words=st.text("a \n.", max_size=3))
+@settings(max_examples=40, deadline=None)
+def test_lengths_are_those_of_the_processor(family, sizes, words):
+    processor = _processor(family)
+    if family == "idefics3":  # crops of 91 pixels, that large ones are not drawn
+        sizes = [(max(height // 4, 1), max(width // 4, 1)) for height, width in sizes]
+    counter = TextCounter(processor)
+    assert not counter.geometry.is_measured
+    text, length = encoded_length(processor, ["a", *[words] * len(sizes)], sizes)
+    media = MediaSizes(images=tuple(ImageSize(height=height, width=width) for height, width in sizes))
+    ids, surplus = counter.encode(text, media)
+    assert surplus == 0
+    columns = make_columns([media], [len(ids)])
+    assert count_tokens(columns, counter.geometry).tokens.tolist() == [length]
+
+
+@cache
+def _processor(family):
+    options = {"size": {"longest_edge": 364}, "max_image_size": {"longest_edge": 91}} if family == "idefics3" else {}
+    return build_processor(family, image=options)
+
+
+@pytest.mark.parametrize("options", [{}, {"resize_to_max_canvas": True}, {"max_patches": 5}])
+def test_llama4_canvases(options):
+    from transformers.models.llama4.image_processing_llama4 import find_supported_resolutions, get_best_fit
+
+    processor = build_processor("llama4", image=options)
+    part, rule = processor.image_processor, Geometry.from_processor(processor).image
+    size = SimpleNamespace(height=336, width=336)
+    canvases = torch.tensor(find_supported_resolutions.__wrapped__(part.max_patches, size))
+    sizes = draw_sizes()
+    expected = [(get_best_fit((int(h), int(w)), canvases, part.resize_to_max_canvas) // 336).tolist() for h, w in sizes]
+    assert np.stack(rule.count_rows_and_columns(sizes[:, 0], sizes[:, 1]), axis=1).tolist() == expected
+
+
+@pytest.mark.parametrize("strategy", ["default", "full"])
+def test_llava_next_cuts_all_images(strategy):
+    processor = build_processor("llava_next")
+    processor.vision_feature_select_strategy = strategy
+    geometry = Geometry.from_processor(processor)
+    tile = processor.image_processor.crop_size["height"]
+    sizes = draw_sizes()
+    dropped = int(strategy == "default")
+    expected = [processor._get_number_of_features(int(h), int(w), tile, tile) - dropped for h, w in sizes]
+    for siblings in (1, 3):
+        assert count_images(geometry, sizes, siblings).tokens.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "value"),
+    [
+        ("idefics3", "do_resize", False),
+        ("idefics3", "size", {"longest_edge": 4096}),
+        ("llava_next", "do_center_crop", False),
+        ("llava_next", "crop_size", {"height": 224, "width": 336}),
+    ],
+)
+def test_settings_that_a_rule_does_not_know_are_measured(family, setting, value, caplog):
+    processor = build_processor(family)
+    setattr(processor.image_processor, setting, value)
+    geometry = Geometry.from_processor(processor)
+    assert geometry.image is None or geometry.is_measured or not geometry.is_exact
+    assert "has another config than its family" in caplog.text

@@ -7,15 +7,18 @@ becomes a hole and a ledger entry.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from vlm_stream.build.collators import choose_family, make_collator
+from vlm_stream.build.cut_samples import join_parts
 from vlm_stream.build.delivery import Delivery, add_item_count
+from vlm_stream.build.digest import digest_of
 from vlm_stream.build.rows import ExampleRows, RawRows, RowBuilder
 from vlm_stream.encode import IGNORE, Encoder
 from vlm_stream.errors import BadSampleError, blame_sample
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from vlm_stream.storage import Reading, SpanResult
     from vlm_stream.tokens import FrameRule
 
-__all__ = ["BuildConfig", "Builder", "Watch"]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +52,37 @@ class BuildConfig:
     """Name of each source, and how members become a conversation."""
     family: Family | None = None
     """What the processor's family wants; None: it is looked up where batches are built."""
+    text_key: str = ""
+    """Of the text that conversion has tokenised for this processor."""
+    decode_threads: int = 1
+    """Most threads of a builder that decode one clip."""
 
     def open(self, watch: Watch | None = None) -> Builder:
         """Return a builder."""
         return Builder(self, watch)
+
+    def digest(self, *, with_reading: bool = False) -> str | None:
+        """Return what identifies all that batches of one name depend on; None: that cannot be told.
+
+        What decides only how bytes are read, and how far ahead, is left out, unless it is asked for.
+        """
+        if with_reading:
+            return digest_of(self)
+        bytes_of = ("prefetch_bytes", "cache_bytes", "index_bytes", "bytes_per_s")
+        how = (*bytes_of, "max_inflight", "requests_per_s", "cache_dir", "store")
+        defaults: dict[str, Any] = {each.name: each.default for each in fields(self.options) if each.name in how}
+        return digest_of(replace(self, options=replace(self.options, **defaults), decode_threads=1))
 
     def modules(self) -> list[str]:
         """Return what a process imports to build: its parent may do so once for all."""
         if self.processor is None or isinstance(self.processor, str | os.PathLike | dict):
             return [__name__]
         return [__name__, type(self.processor).__module__]
+
+
+def encodes_samples(family: Family, options: StreamOptions) -> bool:
+    """Tell whether samples are encoded here, and not by a function that takes the bytes of their media."""
+    return callable(options.collate) or not family.only_function
 
 
 class Watch(Protocol):
@@ -89,15 +113,22 @@ class Builder:
         self._sources = config.sources
         self._watch = watch or _Nobody()
         self._with_refs = options.with_refs
+        self._threads = config.decode_threads
+        self._has_told = False
         self._rows: RowBuilder | RawRows
         if processor is None:
             self._rows = RawRows(options)
         else:
             family = config.family or choose_family(processor, options)
             encoder = Encoder(processor, options.encode(config.frames), family.steps_for(processor))
-            kind = RowBuilder if callable(options.collate) or not family.only_function else ExampleRows
-            self._rows = kind(encoder, make_collator(processor, options, family), pixels=bool(options.pixels))
-        self._reader = SpanReader(options.read(), options.store)
+            kind = RowBuilder if encodes_samples(family, options) else ExampleRows
+            self._rows = kind(
+                encoder,
+                make_collator(processor, options, family),
+                pixels=bool(options.pixels),
+                text_key=config.text_key,
+            )
+        self._reader = SpanReader(options.read(), options.store, have_answered=True)
 
     def __enter__(self) -> Builder:
         """Return the builder itself."""
@@ -113,14 +144,18 @@ class Builder:
 
     def begin(self, blueprint: Blueprint) -> Reading:
         """Start to fetch the bytes of a batch."""
-        return self._reader.begin([piece.span for row in blueprint.rows for piece in row])
+        pieces = [piece for row in blueprint.rows for piece in row]
+        texts = [span for piece in pieces for span in piece.text]
+        return self._reader.begin([span for piece in pieces for span in piece.reads], len(pieces), texts)
 
     def finish(
         self, blueprint: Blueprint, reading: Reading, skipped: Mapping[SampleRef, str] | None = None
     ) -> Delivery:
         """Wait for the bytes and build the batch; `skipped` samples are left out, each for the reason given."""
         begin = time.perf_counter()
-        results = iter(reading.results())
+        found = reading.results()
+        results = iter(found)
+        texts = iter(found[sum(len(piece.reads) for row in blueprint.rows for piece in row) :])
         fetched = time.perf_counter()
         bad = list(blueprint.dropped)
         rows: list[list[Any]] = []
@@ -129,7 +164,8 @@ class Builder:
             rows.append([])
             pieces.append([])
             for piece in row:
-                sample = self._sample(piece, next(results), skipped or {})
+                result = join_parts(piece, results, self._threads)
+                sample = self._sample(piece, result, skipped or {}, next(texts) if piece.text else None)
                 if isinstance(sample, BadSampleError):
                     bad.append(self._entry(piece, sample))
                 else:
@@ -170,20 +206,42 @@ class Builder:
         """Fetch and build at once."""
         return self.finish(blueprint, self.begin(blueprint))
 
-    def _sample(self, piece: Piece, result: SpanResult, skipped: Mapping[SampleRef, str]) -> Any:
+    def _sample(
+        self, piece: Piece, result: SpanResult, skipped: Mapping[SampleRef, str], text: SpanResult | None
+    ) -> Any:
         """Return the encoded sample, or why there is none: what its bytes lead to costs this sample and no other."""
-        if isinstance(result, BadSampleError):  # not raised: its traceback would keep the batch
+        if isinstance(result, BadSampleError):
             return result
         if piece.ref in skipped:
             return BadSampleError("decode", "killed_worker", skipped[piece.ref])
-        source, fields = self._sources[piece.ref[0]]
         self._watch.begin(piece.ref)
         try:
-            return self._rows.encode(result, fields, piece, source)
-        except Exception as error:
-            return blame_sample(error, "encode", "unexpected_error", "the sample cannot be encoded").bare()
+            sample = self._encode(piece, result, text)
+            if piece.clips and isinstance(sample, BadSampleError) and sample.stage == "decode":
+                sample = self._encode(piece, self._read_whole(piece, sample))
+            return sample
         finally:
             self._watch.end()
+
+    def _encode(self, piece: Piece, result: SpanResult, text: SpanResult | None = None) -> Any:
+        if isinstance(result, BadSampleError):  # not raised: its traceback would keep the batch
+            return result
+        source, fields = self._sources[piece.ref[0]]
+        try:
+            return self._rows.encode(result, fields, piece, source, text)
+        except Exception as error:
+            return blame_sample(error, "encode", "unexpected_error", "the sample cannot be encoded").bare()
+
+    def _read_whole(self, piece: Piece, error: BadSampleError) -> SpanResult:
+        """Read a sample as those without tables are: its clips could not be decoded from the ranges of their frames."""
+        if not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "a clip cannot be decoded from the ranges of its frames (%s), so its sample is read once more and "
+                "whole; if this is so for many, look for this builder's version of av, or make the tables again",
+                error,
+            )
+        return self._reader.begin([piece.span], 0).results()[0]
 
     def _name(self, piece: Piece) -> tuple[str, str, str, str, str | None]:
         """Return source, shard, key, the meta file's entry, and the sample's own id."""

@@ -10,12 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
-from torch.nn.functional import pad
 
 from vlm_stream.collate import (
     PositionRule,
     build_hf_pack,
-    build_packed_vlm_sample,
     count_media,
     family_of,
     find_family,
@@ -23,14 +21,15 @@ from vlm_stream.collate import (
     media_of,
     merge_media,
     neat_packed_vlm_collater,
+    pack_row,
     packed_sequence_thd_vlm_collater,
     pad_collate_fn,
     pad_id_of,
     pad_rows,
-    shift_sample,
+    stack_positions,
 )
 from vlm_stream.errors import ConfigError
-from vlm_stream.keys import IGNORE, MEDIA_KEYS, PIXEL_KEYS, PIXEL_SPEC_KEY, POSITIONS_KEY
+from vlm_stream.keys import IGNORE, MEDIA_KEYS, PIXEL_KEYS, PIXEL_SPEC_KEY
 from vlm_stream.pixels import carry_spec
 from vlm_stream.pp_media import prepare_vlm_media_for_pp
 
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 
     Row = Sequence[dict[str, Any]]
     Joined = tuple[Sequence[dict[str, Any]], dict[str, Any]]
-
-__all__ = ["Collator", "CustomCollator", "choose_family", "make_collator"]
 
 _PACKED_FORMS: Final = ("neat", "thd")
 
@@ -87,7 +84,7 @@ def choose_family(processor: Any, options: StreamOptions) -> Family:
             f"the registered function of {who} is given the media themselves, so pixels={options.pixels!r} cannot be "
             f"honoured; leave pixels out"
         )
-    if (form == "neat") != (options.attention == "indexed") and options.attention == "indexed":
+    if form != "neat" and options.attention == "indexed":
         raise ConfigError(
             f"attention='indexed' is a mask of document numbers, which collate='neat' writes and collate={form!r} does "
             f"not; use collate='neat', or another attention"
@@ -181,19 +178,8 @@ class RowCollator:
         return packs, self._finish(batch | count_media(packs))
 
     def _pack(self, row: Row) -> dict[str, Any]:
-        rule = self._positions
-        samples = [sample if rule is None else {**sample, POSITIONS_KEY: rule(sample)} for sample in row]
-        if self._hf_labels:
-            samples = [{**sample, "labels": _without_first(sample["labels"])} for sample in samples]
-        else:
-            samples = [shift_sample(sample, has_mrope=rule is not None) for sample in samples]
-        return build_packed_vlm_sample(
-            samples,
-            self._options.pack_size or 0,
-            self._padding_idx,
-            has_mrope=rule is not None,
-            sequence_alignment=self._options.alignment,
-        )
+        size, alignment = self._options.pack_size or 0, self._options.alignment
+        return pack_row(row, size, self._padding_idx, self._positions, alignment, shifted=not self._hf_labels)
 
     def _join_padded(self, rows: Sequence[Row]) -> Joined:
         """One sample a row, padded on the right to the longest."""
@@ -201,7 +187,7 @@ class RowCollator:
         batch: dict[str, Any] = dict(pad_rows(samples, pad_id=self._padding_idx))
         batch["labels"][:, 0] = IGNORE  # no token comes before it: losses do not learn it, and must not count it
         counts = count_media(samples) if self._for_pipeline else {}
-        batch |= self._row_positions(samples, batch["input_ids"].shape[1]) | counts | merge_media(samples)
+        batch |= stack_positions(samples, self._positions, batch["input_ids"].shape[1]) | counts | merge_media(samples)
         return samples, self._finish(batch)
 
     def _join_shifted(self, rows: Sequence[Row]) -> Joined:
@@ -215,21 +201,16 @@ class RowCollator:
         batch = self._family.collate_rows(samples, self._processor, shifted=not self._hf_labels)
         if self._hf_labels:
             batch["labels"][:, 0] = IGNORE
-        return samples, batch | self._row_positions(samples, batch["input_ids"].shape[1]) | count_media(samples)
-
-    def _row_positions(self, samples: Row, length: int) -> dict[str, Any]:
-        axes = [None if self._positions is None else self._positions(sample) for sample in samples]
-        known = [pad(row[:, :length], (0, max(length - row.shape[1], 0))) for row in axes if row is not None]
-        return {POSITIONS_KEY: torch.stack(known, dim=1)} if known else {}  # [3, B, length]
+        positions = stack_positions(samples, self._positions, batch["input_ids"].shape[1])
+        return samples, batch | positions | count_media(samples)
 
 
 class CustomCollator:
     """A function of the user's, called with the rows and the processor."""
 
-    is_ours = False
-
-    def __init__(self, function: CollateFn, processor: Any, options: StreamOptions) -> None:
+    def __init__(self, function: CollateFn, processor: Any, options: StreamOptions, *, is_ours: bool = False) -> None:
         """Keep the function; a capacity means that rows are packs."""
+        self.is_ours = is_ours
         self.capacity = options.pack_size if options.mode == "packed" else None
         self._function, self._processor, self._options = function, processor, options
 
@@ -249,18 +230,12 @@ class CustomCollator:
         return batch
 
 
-class FunctionCollator(CustomCollator):
-    """A function of conversations that somebody registered: what it raises can be a sample's fault."""
-
-    is_ours = True
-
-
 def make_collator(processor: Any, options: StreamOptions, family: Family) -> Collator:
     """Return the collator that the options ask for."""
     if callable(options.collate):
         return CustomCollator(options.collate, processor, options)
     if family.only_function and family.function is not None:
-        return FunctionCollator(family.function, processor, options)
+        return CustomCollator(family.function, processor, options, is_ours=True)
     return RowCollator(processor, options, family)
 
 
@@ -271,11 +246,6 @@ def _position_rule(processor: Any, options: StreamOptions) -> Positions | None:
         return PositionRule.from_processor(processor)
     except ConfigError as error:
         raise ConfigError(f"{error} A stream takes the config as model_config=model.config.") from error
-
-
-def _without_first(labels: torch.Tensor) -> torch.Tensor:
-    """Return labels whose first is IGNORE: the token before it is of another document."""
-    return torch.cat([labels.new_full((1,), IGNORE), labels[1:]])
 
 
 def _lengths(packs: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:

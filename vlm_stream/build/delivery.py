@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from vlm_stream.ledger import BadSample
     from vlm_stream.storage import ReadTotals
 
-__all__ = ["ITEM_COUNT", "Delivery", "UnknownLabels", "add_item_count"]
-
 logger = logging.getLogger(__name__)
 
 ITEM_COUNT: Final = "num_items_in_batch"

@@ -7,6 +7,7 @@ conversation whose labels are all ignored, so every row has tokens and every ran
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from vlm_stream.build.collators import CustomCollator
-from vlm_stream.conversation import MEDIA_TYPES, iter_media
-from vlm_stream.encode import IGNORE, inject_fake_image, make_fake_image
-from vlm_stream.errors import BadSampleError, ConfigError, blame_sample
-from vlm_stream.format import FieldMap, is_text_member, to_conversation
+from vlm_stream.conversation import map_media
+from vlm_stream.encode import IGNORE, inject_fake_image, make_fake_image, name_frames, text_from_bytes, unpack_text
+from vlm_stream.errors import BadSampleError, ConfigError, blame_sample, shorten
+from vlm_stream.format import FieldMap, is_text_member, read_sample, to_conversation
 from vlm_stream.tokens import MediaSizes
 
 if TYPE_CHECKING:
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
     from vlm_stream.blueprint import Piece
     from vlm_stream.build.collators import Collator
     from vlm_stream.conversation import Conversation
-    from vlm_stream.encode import Encoder
+    from vlm_stream.encode import Encoder, KeptText
     from vlm_stream.options import StreamOptions
+    from vlm_stream.storage import SpanResult
 
-__all__ = ["ExampleRows", "RawRows", "RawSample", "RowBuilder"]
+logger = logging.getLogger(__name__)
 
 _FILLER = [
     {"role": "user", "content": [{"type": "text", "text": "-"}]},
@@ -41,25 +43,71 @@ _NOT_COLLATED = ("encode", "not_collated", "its tensors cannot be put into a bat
 class RowBuilder:
     """Encodes samples and joins them into batches."""
 
-    def __init__(self, encoder: Encoder, collator: Collator, *, pixels: bool = True) -> None:
-        """Take the encoder of the family and the way in which rows are joined; without pixels, refuse some families."""
+    def __init__(self, encoder: Encoder, collator: Collator, *, pixels: bool = True, text_key: str = "") -> None:
+        """Take the encoder of the family and the way in which rows are joined; without pixels, refuse some families.
+
+        `text_key` is that of the kept text which may be used.
+        """
         self._encoder = encoder
         self._collator = collator
         self._pixels = pixels
+        self._text_key = text_key
+        self._has_said_other = self._has_said_unread = False
         if not pixels:
             _ = encoder.grid_processor
 
-    def encode(self, members: Mapping[str, memoryview], fields: FieldMap, piece: Piece, _source: str) -> dict[str, Any]:
+    def encode(
+        self,
+        members: Mapping[str, memoryview],
+        fields: FieldMap,
+        piece: Piece,
+        _source: str,
+        text: SpanResult | None = None,
+    ) -> dict[str, Any]:
         """Turn the members of one sample into tensors; raise `BadSampleError` when that cannot be done.
 
         Without pixels only the text is there; the names of the other members and the sizes of the media stand in.
+        `text` is what was read of the tokens that are kept beside the index.
         """
-        conversation = to_conversation(fields, piece.members, _texts(members))
-        return self._encode(conversation, members, piece.sizes)
+        conversation, tokens = read_sample(fields, piece.members, _texts(members))
+        kept = self._kept(conversation, tokens, piece, text)
+        return self._encode(name_frames(conversation, piece.sizes), members, piece.sizes, kept)
 
-    def _encode(self, conversation: Conversation, members: Mapping[str, Any], sizes: MediaSizes) -> dict[str, Any]:
-        encoder = self._encoder
-        return encoder.encode(conversation, members) if self._pixels else encoder.encode_from_sizes(conversation, sizes)
+    def _kept(self, conversation: Conversation, tokens: Any, piece: Piece, text: SpanResult | None) -> KeptText | None:
+        """Return the tokens of a text as they were kept, beside the index or in the sample itself."""
+        kept = None
+        if text is not None:
+            reason = "they are not of this sample as it is now"
+            if isinstance(text, BadSampleError):
+                reason = "they are missing, or not those that the index describes"
+            kept = None if isinstance(text, BadSampleError) else text_from_bytes(text[""], conversation)
+            if kept is None and not self._has_said_unread:
+                self._has_said_unread = True
+                logger.warning(
+                    "the tokens of %s in %s cannot be used (%s), so such samples are tokenised in training, to the "
+                    "same result; write them again with: vlm-stream recount",
+                    piece.key,
+                    piece.text[0].path,
+                    reason,
+                )
+        if kept is None and tokens is not None:
+            kept = unpack_text(tokens, self._text_key)
+        if tokens is not None and kept is None and not self._has_said_other:
+            self._has_said_other = True
+            logger.info(
+                "the text that conversion has tokenised is of another tokenizer, template or release (%s, not %s), "
+                "so samples are tokenised in training, to the same result",
+                shorten(str(tokens.get("key"))),
+                self._text_key,
+            )
+        return kept
+
+    def _encode(
+        self, conversation: Conversation, members: Mapping[str, Any], sizes: MediaSizes, kept: KeptText | None = None
+    ) -> dict[str, Any]:
+        if not self._pixels:
+            return self._encoder.encode_from_sizes(conversation, sizes)
+        return self._encoder.encode(conversation, members, kept)
 
     def count_tokens(self, rows: Sequence[Sequence[dict[str, Any]]], _planned: int) -> int:
         """Return the tokens of encoded samples."""
@@ -151,10 +199,17 @@ class RowBuilder:
 class ExampleRows(RowBuilder):
     """Rows of conversations, media as bytes, for a registered function that encodes and joins them itself."""
 
-    def encode(self, members: Mapping[str, memoryview], fields: FieldMap, piece: Piece, _source: str) -> dict[str, Any]:
+    def encode(
+        self,
+        members: Mapping[str, memoryview],
+        fields: FieldMap,
+        piece: Piece,
+        _source: str,
+        _text: SpanResult | None = None,
+    ) -> dict[str, Any]:
         """Return `{"conversation": ...}`."""
-        conversation = to_conversation(fields, piece.members, _texts(members))
-        return {"conversation": [_with_bytes(message, members) for message in conversation]}
+        conversation = name_frames(to_conversation(fields, piece.members, _texts(members)), piece.sizes)
+        return {"conversation": _with_bytes(conversation, members)}
 
     def count_tokens(self, _rows: Sequence[Sequence[dict[str, Any]]], planned: int) -> int:
         """Return the tokens that the index promised: nothing was encoded."""
@@ -162,10 +217,7 @@ class ExampleRows(RowBuilder):
 
     def _join(self, rows: Sequence[Sequence[dict[str, Any]]], places: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Collate; what is learned of a filler is taken out afterwards."""
-        filled = [
-            [rows[number][at] for at in row] or [copy.deepcopy(self._filler)] for number, row in enumerate(places)
-        ]
-        batch = self._collator(filled)
+        batch = super()._join(rows, places)
         fillers = [number for number, row in enumerate(places) if not row]
         labels = batch.get("labels")
         if fillers and isinstance(labels, Tensor) and len(labels) == len(places):
@@ -178,24 +230,15 @@ class ExampleRows(RowBuilder):
         return {"conversation": inject_fake_image(_FILLER, make_fake_image())}
 
 
-def _with_bytes(message: dict[str, Any], members: Mapping[str, memoryview]) -> dict[str, Any]:
-    """Return a message whose media items hold the bytes that they named."""
+def _with_bytes(conversation: Conversation, members: Mapping[str, Any]) -> Conversation:
+    """Return a conversation whose media items hold the bytes that they named."""
 
     def fill(where: Any) -> Any:
         if isinstance(where, list | tuple):
             return [fill(each) for each in where]
         return bytes(members[where]) if isinstance(where, str) and where in members else where
 
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {
-        **message,
-        "content": [
-            {**item, item["type"]: fill(item[item["type"]])} if item.get("type") in MEDIA_TYPES else item
-            for item in content
-        ],
-    }
+    return map_media(conversation, lambda item: {**item, item["type"]: fill(item[item["type"]])})
 
 
 @dataclass(slots=True)  # not a tuple, which torch would take apart
@@ -216,11 +259,7 @@ class RawSample:
     def conversation(self, *, names: bool = False) -> list[dict[str, Any]]:
         """Return its messages; media items hold the media's bytes, or with `names` the names of their members."""
         messages = to_conversation(self.fields, list(self.members), _texts(self.members))
-        for item in () if names else iter_media(messages):
-            where = item[item["type"]]
-            frames = [bytes(self.members[name]) for name in where] if isinstance(where, list) else None
-            item[item["type"]] = bytes(self.members[where]) if frames is None else frames
-        return messages
+        return messages if names else _with_bytes(messages, self.members)
 
     def __reduce__(self) -> tuple[Any, ...]:
         members = {name: bytes(content) for name, content in self.members.items()}
@@ -250,7 +289,14 @@ class RawRows:
         function = options.collate if callable(options.collate) else _as_they_are
         self._collator = CustomCollator(function, None, options)
 
-    def encode(self, members: Mapping[str, memoryview], fields: FieldMap, piece: Piece, source: str) -> RawSample:
+    def encode(
+        self,
+        members: Mapping[str, memoryview],
+        fields: FieldMap,
+        piece: Piece,
+        source: str,
+        _text: SpanResult | None = None,
+    ) -> RawSample:
         """Return the sample as it is."""
         return RawSample(source, piece.span.path, piece.key, members, fields, piece.entry, piece.id)
 

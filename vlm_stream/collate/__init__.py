@@ -1,7 +1,7 @@
 """Collate: conversations, encoded samples or packs become the batch that one model family takes.
 
-Enters: examples `{"conversation": [...]}` for the functions named after families, encoded samples for `pad_collate_fn`,
-`collate_encoded` and the packs, packs for the packed collaters. Leaves: a dict of tensors. Labels are shifted already
+Enters: examples `{"conversation": [...]}` for the functions named after families, encoded samples for `pad_collate_fn`
+and the packs, packs for the packed collaters. Leaves: a dict of tensors. Labels are shifted already
 (column t is to predict label t), so a model that shifts by itself must be given `shift_labels`; only `hf_packs` keeps
 them unshifted. Must not be known here: shards, plans, ranks, and which samples belong together.
 
@@ -12,19 +12,19 @@ them unshifted. Must not be known here: shards, plans, ranks, and which samples 
     families       the table of families, and who may add to it
     functions      the collate functions under NeMo Automodel's names
     positions      multi-axis positions, from a config or through a model
-    documents      the documents of a packed row, their lengths and masks
-    masks          packing contracts: how a model learns which documents a row holds
+    documents      the documents of a packed row, their lengths and masks; packing contracts
     packed         packed rows and batches for trainers that take document masks or THD
     hf_packs       packed rows and batches for `model(**batch, use_cache=False)` of a transformers model
 """
 
 from vlm_stream.collate.documents import (
+    BLOCK_CAUSAL,
+    FLASH,
+    PackingContract,
     align_up,
     as_documents,
     count_documents,
-    cu_seqlens,
     document_mask_4d,
-    thd_fields,
 )
 from vlm_stream.collate.estimate import (
     estimate_image_tokens,
@@ -36,7 +36,6 @@ from vlm_stream.collate.estimate import (
 from vlm_stream.collate.families import (
     COLLATE_FNS,
     Family,
-    collate_encoded,
     family_of,
     find_family,
     get_collate,
@@ -58,12 +57,12 @@ from vlm_stream.collate.functions import (
     qwen3_omni_collate_fn,
 )
 from vlm_stream.collate.hf_packs import ATTENTION_FORMS, Positions, build_hf_pack, join_hf_packs
-from vlm_stream.collate.masks import BLOCK_CAUSAL, FLASH, PackingContract
 from vlm_stream.collate.media import MediaJoinError, count_media, join_rows, media_of, merge_media
 from vlm_stream.collate.packed import (
     PACKED_MEDIA_KEYS,
     build_packed_vlm_sample,
     neat_packed_vlm_collater,
+    pack_row,
     packed_sequence_thd_vlm_collater,
 )
 from vlm_stream.collate.positions import (
@@ -71,70 +70,7 @@ from vlm_stream.collate.positions import (
     PositionRule,
     WeightlessPositions,
     compute_mrope_position_ids,
+    stack_positions,
 )
 from vlm_stream.collate.rows import pad_id_of, pad_rows, shift_sample
 from vlm_stream.encode import build_labels, build_labels_from_template
-
-__all__ = [
-    "ATTENTION_FORMS",
-    "BLOCK_CAUSAL",
-    "COLLATE_FNS",
-    "FLASH",
-    "PACKED_MEDIA_KEYS",
-    "Family",
-    "MediaJoinError",
-    "ModelPositions",
-    "PackingContract",
-    "PositionRule",
-    "Positions",
-    "WeightlessPositions",
-    "align_up",
-    "as_documents",
-    "build_hf_pack",
-    "build_labels",
-    "build_labels_from_template",
-    "build_packed_vlm_sample",
-    "collate_encoded",
-    "compute_mrope_position_ids",
-    "count_documents",
-    "count_media",
-    "cu_seqlens",
-    "default_collate_fn",
-    "document_mask_4d",
-    "estimate_image_tokens",
-    "estimate_sample_length",
-    "estimate_video_tokens",
-    "extract_image_config",
-    "extract_video_config",
-    "family_of",
-    "find_family",
-    "gemma4_inject_thinking_prefix",
-    "gemma4_prefix_collate_fn",
-    "get_collate",
-    "join_hf_packs",
-    "join_rows",
-    "kimi_k25_vl_collate_fn",
-    "kimi_vl_collate_fn",
-    "llava_onevision_collate_fn",
-    "media_of",
-    "merge_media",
-    "neat_packed_vlm_collater",
-    "nemotron_omni_collate_fn",
-    "nemotron_parse_collate_fn",
-    "packed_sequence_thd_vlm_collater",
-    "pad_collate_fn",
-    "pad_id_of",
-    "pad_rows",
-    "phi4_mm_collate_fn",
-    "qwen2_5_collate_fn",
-    "qwen3_omni_collate_fn",
-    "register_collate",
-    "register_family",
-    "shift_sample",
-    "thd_fields",
-]
-
-# The names under which NeMo Automodel has them.
-_build_packed_vlm_sample = build_packed_vlm_sample
-_compute_mrope_position_ids = compute_mrope_position_ids
-_shift_sample = shift_sample

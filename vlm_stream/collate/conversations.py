@@ -5,12 +5,11 @@ the padded batch as the processor gives it, plus `labels` `[B, S]` that are not 
 Which keys a family wants is not known here.
 """
 
-from __future__ import annotations
-
 import logging
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -18,11 +17,15 @@ import torch
 from vlm_stream.collate.estimate import estimate_image_tokens, extract_image_config
 from vlm_stream.collate.media import merge_media
 from vlm_stream.collate.rows import pad_id_of, pad_rows, padding_side, split_rows
-from vlm_stream.conversation import iter_media
+from vlm_stream.conversation import Conversation, iter_media
 from vlm_stream.encode import (
     SHARED_PIXELS,
     EncodeConfig,
     Encoder,
+    LoadedMedia,
+    Rendered,
+    Steps,
+    TypedMarkers,
     chat_format,
     load_media,
     mask_vision_tokens,
@@ -34,15 +37,9 @@ from vlm_stream.keys import IGNORE, INJECTED_FAKE_KEY
 from vlm_stream.media import probe_image
 from vlm_stream.tokens import Geometry
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.encode import LoadedMedia, Rendered, Steps, TypedMarkers
-
 logger = logging.getLogger(__name__)
 
-Example: TypeAlias = "Mapping[str, Any]"
+Example: TypeAlias = Mapping[str, Any]
 PixelForm: TypeAlias = Literal["full", "compact"]
 
 
@@ -71,11 +68,9 @@ def conversation_of(example: Example, processor: Any) -> Conversation:
     for number, part in enumerate(items):
         match = places.search(part["text"]) if part.get("type") == "text" else None
         if match is not None:
-            texts = [
-                {"type": "text", "text": text} for text in (match.string[: match.start()], match.string[match.end() :])
-            ]
-            around = [text if text["text"] else None for text in texts]
-            items[number : number + 1] = [part for part in (around[0], item, around[1]) if part is not None]
+            around = part["text"][: match.start()], part["text"][match.end() :]
+            before, after = ([{"type": "text", "text": text}] if text else [] for text in around)
+            items[number : number + 1] = [*before, item, *after]
             break
     else:
         items.insert(0, item)
@@ -111,12 +106,7 @@ def process_batch(
 ) -> dict[str, Any]:
     """Return the processor's batch with labels; rows are padded on the side on which the tokenizer pads.
 
-    Args:
-        examples: The conversations.
-        processor: The model's processor.
-        options: Further arguments of the processor.
-        steps: What the family does otherwise.
-        pixels: That of `EncodeConfig`.
+    `options` are further arguments of the processor; `steps` say what the family does otherwise.
     """
     encoder = Encoder(processor, EncodeConfig(allow_unlabelled=True, pixels=pixels), steps)
     prepared = [prepare(encoder, example) for example in examples]
@@ -169,11 +159,7 @@ def mask_fake_images(batch: dict[str, Any], examples: Sequence[Example], process
 
 
 def drop_overlong(examples: Sequence[Example], processor: Any, max_length: int) -> list[Example]:
-    """Return the examples that are estimated to fit.
-
-    Raises:
-        ValueError: None fits.
-    """
+    """Return the examples that are estimated to fit; a `ValueError` where none does."""
     kept = []
     for index, example in enumerate(examples):
         conversation = example["conversation"]

@@ -1,6 +1,8 @@
 """The documents of a packed row: which tokens they are, how long, and who may see whom.
 
-Enters: encoded samples. Leaves: documents that cannot see each other, their lengths, their attention mask.
+Enters: encoded samples; document numbers `[B, S]` of a batch (0: padding) and a packing contract, in NeMo Automodel's
+words: how a model learns which documents a row holds. Leaves: documents that cannot see each other, their lengths,
+their attention mask or what stands in its place.
 
 Text-only samples may carry a fake image, so that every rank runs its vision tower; their attention mask is 0 on its
 tokens. Those tokens are taken out here, and at most one fake image becomes a document of its own at the end of the row.
@@ -8,22 +10,40 @@ Other documents cannot see it there, so a text-only sample trains exactly as if 
 runs the vision tower anyway and needs none.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 
 from vlm_stream.collate.media import media_of
 from vlm_stream.collate.rows import token_row
-from vlm_stream.errors import BadSampleError
-from vlm_stream.keys import IGNORE, POSITIONS_KEY, TOKEN_KEYS
+from vlm_stream.errors import BadSampleError, ConfigError, nearest_name
+from vlm_stream.keys import IGNORE, POSITIONS_KEY, TOKEN_KEYS, Sample
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+_Length = TypeVar("_Length", bound=Any)
+PackedMaskType: TypeAlias = Literal["block_causal", "document_ids", "flash_varlen"]
 
-    from vlm_stream.keys import Sample
+
+@dataclass(frozen=True)
+class PackingContract:
+    """What a model wants to be told.
+
+    Attributes:
+        packed_mask_type: `block_causal`: a bool mask `[B, 1, S, S]` (SDPA and eager attention); `flash_varlen`:
+            cumulative lengths for transformers' flash attention; `document_ids`: the numbers themselves.
+        requires_packed_sequence_metadata: Add `packed_token_indices`, `cu_seqlens` and `max_seqlen`.
+    """
+
+    packed_mask_type: PackedMaskType = "block_causal"
+    requires_packed_sequence_metadata: bool = False
+
+
+BLOCK_CAUSAL: Final = PackingContract()
+"""Documents are kept apart by a mask."""
+FLASH: Final = "flash_attention_"
+"""How the names of attention implementations begin that take no mask."""
 
 
 def as_documents(samples: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -81,9 +101,10 @@ def _choose(sample: Sample, chosen: Any) -> dict[str, Any]:
     return kept
 
 
-def align_up(length: int, alignment: int) -> int:
-    """Return the next multiple of the alignment; 0 stays 0."""
-    return -(-length // alignment) * alignment
+def align_up(length: _Length, alignment: int) -> _Length:
+    """Return the next multiple of the alignment, of a number or an array of them; 0 stays 0."""
+    aligned: _Length = -(-length // alignment) * alignment
+    return aligned
 
 
 def cu_seqlens(seq_lens: Sequence[int]) -> torch.Tensor:
@@ -95,20 +116,6 @@ def count_documents(document_mask: torch.Tensor) -> list[int]:
     """Return the lengths of the documents 1, 2, ... of one row's numbers, padding (0) left out."""
     counts = torch.unique_consecutive(document_mask[document_mask > 0], return_counts=True)[1]
     return [int(n) for n in counts]
-
-
-def thd_fields(pack: Sample) -> dict[str, Any]:
-    """Return what a THD attention takes beside the tokens of one packed sample, its padding slots included.
-
-    `cu_seqlens` count the real tokens of each document and `cu_seqlens_padded` its slots, which differ where documents
-    are aligned.
-    """
-    return {
-        "qkv_format": "thd",
-        "cu_seqlens": cu_seqlens(pack["seq_lens"]),
-        "cu_seqlens_padded": cu_seqlens(pack["seq_lens_padded"]),
-        "max_seqlen": max(pack["seq_lens_padded"]),
-    }
 
 
 def document_mask_4d(document_mask: torch.Tensor, dtype: torch.dtype = torch.bool) -> torch.Tensor:
@@ -137,3 +144,31 @@ def document_mask_4d(document_mask: torch.Tensor, dtype: torch.dtype = torch.boo
             later = torch.ones_like(block, dtype=torch.bool).triu(1)
             mask[row, 0, at[:, None], at] = block.masked_fill_(later, hidden)
     return mask
+
+
+def mask_documents(documents: torch.Tensor, form: PackedMaskType, dtype: torch.dtype = torch.bool) -> dict[str, Any]:
+    """Return what tells the documents `[B, S]` apart, in one of the forms; `dtype` is that of a 4-D mask."""
+    if form == "block_causal":
+        return {"attention_mask": document_mask_4d(documents, dtype)}
+    if form == "document_ids":
+        return {"attention_mask": documents}
+    if form != "flash_varlen":
+        raise ConfigError(f"packed_mask_type is {form!r}; {nearest_name(str(form), get_args(PackedMaskType))}")
+    # Padding is a document too: kernels take every slot of a batch.
+    lengths = [int(n) for row in documents for n in torch.unique_consecutive(row, return_counts=True)[1]]
+    offsets, longest = cu_seqlens(lengths), max(lengths)
+    return {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}
+
+
+def sequence_metadata(documents: torch.Tensor) -> dict[str, Any]:
+    """Return for each row which slots hold tokens, and where its documents begin; -1 where there is nothing."""
+    lengths = [count_documents(row) for row in documents]
+    slots = torch.arange(documents.shape[1]).expand_as(documents)
+    offsets = torch.full((len(lengths), 1 + max(map(len, lengths))), -1, dtype=torch.int32)
+    for row, own in enumerate(lengths):
+        offsets[row, : len(own) + 1] = cu_seqlens(own)
+    return {
+        "packed_token_indices": torch.where(documents > 0, slots, -1),
+        "cu_seqlens": offsets,
+        "max_seqlen": max(max(own) for own in lengths),
+    }

@@ -4,24 +4,12 @@ Enter dicts with `mm_inputs_meta` and `_text_tokens`; leave numbers. Video limit
 the family; the exact counts are those of `vlm_stream.tokens`.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from vlm_stream.conversation import given_tokens
 from vlm_stream.tokens import CHARACTERS_PER_TOKEN, smart_resize_image, smart_resize_video
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = [
-    "estimate_image_tokens",
-    "estimate_sample_length",
-    "estimate_video_tokens",
-    "extract_image_config",
-    "extract_video_config",
-]
 
 GUESSED_TOKENS: Final = 500
 """What NeMo Automodel takes a medium for of which nothing is known."""

@@ -9,16 +9,14 @@ Batches are made in two ways, which end alike: of conversations in one call of t
 encoded rows (`Family.collate_rows`).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 
-from vlm_stream.collate.conversations import conversation_of, mask_fake_images, process_batch
+from vlm_stream.collate.conversations import Example, conversation_of, mask_fake_images, process_batch
 from vlm_stream.collate.family_steps import (
     add_decoder_inputs,
     add_input_mode,
@@ -36,16 +34,13 @@ from vlm_stream.collate.media import cast_pixels, count_conversation_media, coun
 from vlm_stream.collate.rows import fit_to, pad_id_of, pad_rows, shift
 from vlm_stream.encode import Steps, template_of
 from vlm_stream.errors import ConfigError, nearest_name
-
-if TYPE_CHECKING:
-    from vlm_stream.collate.conversations import Example
-    from vlm_stream.keys import Sample
+from vlm_stream.keys import Sample
 
 logger = logging.getLogger(__name__)
 
 Batch: TypeAlias = dict[str, Any]
-CollateFn: TypeAlias = "Callable[..., Batch]"
-Finish: TypeAlias = "Callable[[Batch, Any], Batch]"
+CollateFn: TypeAlias = Callable[..., Batch]
+Finish: TypeAlias = Callable[[Batch, Any], Batch]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -137,10 +132,7 @@ ENCODED: Final = Family(name="encoded", pixel_dtype=_BF16, is_listed=False)
 _DECODER: Final = "its decoder reads decoder_input_ids, and its loss does not shift"
 
 _KIMI_K25: Final = Family(
-    name="kimi_k25",
-    processors=("Kimi_K25Processor",),
-    options={"padding_side": "right"},
-    extras=add_kimi_grids,
+    name="kimi_k25", processors=("Kimi_K25Processor",), options={"padding_side": "right"}, extras=add_kimi_grids
 )
 _NEMOTRON_OMNI: Final = Family(
     name="nemotron_h_omni", processors=("NemotronH_Omni_Reasoning_V3Processor",), pixel_dtype=_BF16
@@ -153,18 +145,34 @@ _PHI4: Final = Family(
     counts_media=False,
     is_listed=False,  # as in NeMo Automodel, where it is chosen explicitly
 )
+_AS_DEFAULT: Final = {
+    "gemma3": "Gemma3Processor",
+    "gemma3n": "Gemma3nProcessor",
+    "gemma4": "Gemma4Processor",
+    "gemma4_unified": "Gemma4UnifiedProcessor",
+    "glm46v": "Glm46VProcessor",
+    "idefics3": "Idefics3Processor",
+    "internvl": "InternVLProcessor",
+    "llama4": "Llama4Processor",
+    "llava_next": "LlavaNextProcessor",
+    "pixtral": "PixtralProcessor",
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_omni": "Qwen2_5OmniProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "smolvlm": "SmolVLMProcessor",
+    "step3p7": "Step3p7Processor",
+}
+"""Families that the default function serves, as in NeMo Automodel: they are rows to have a name."""
 _TABLE: Final = (
     DEFAULT,
+    *(replace(DEFAULT, name=name, processors=(each,), is_listed=False) for name, each in _AS_DEFAULT.items()),
     PLAIN,
     ENCODED,
     Family(name="qwen2_5_vl", processors=("Qwen2_5_VLProcessor",)),
     Family(name="llava_onevision", processors=("LlavaOneVisionProcessor", "LlavaOnevisionProcessor")),
     Family(name="qwen3_omni_moe", processors=("Qwen3OmniMoeProcessor",), process=process_omni),
     Family(
-        name="gemma4_prefix",
-        steps=Steps(edit=gemma4_inject_thinking_prefix),
-        pixel_dtype=_BF16,
-        extras=add_num_patches,
+        name="gemma4_prefix", steps=Steps(edit=gemma4_inject_thinking_prefix), pixel_dtype=_BF16, extras=add_num_patches
     ),
     Family(name="kimi_vl", processors=("KimiVLProcessor",), steps=Steps(call=call_flat)),
     _KIMI_K25,
@@ -261,6 +269,7 @@ class _CollateFns(MutableMapping[str, CollateFn]):
 
 
 COLLATE_FNS: Final = _CollateFns()
+"""Collate functions by the name of the processor's class."""
 
 
 def _by_class(class_name: str, *, encodes: bool = False) -> Family | None:
@@ -274,20 +283,14 @@ def _by_class(class_name: str, *, encodes: bool = False) -> Family | None:
 def family_of(processor: Any, *, encodes: bool = False) -> Family:
     """Return the family of a processor's class or of a class above it; `default` where the table names none.
 
-    Args:
-        processor: A processor.
-        encodes: Leave out families that are nothing but a function of conversations.
+    With `encodes`, families that are nothing but a function of conversations are left out.
     """
     found = (_by_class(kind.__name__, encodes=encodes) for kind in type(processor).__mro__)
     return next((family for family in found if family is not None), DEFAULT)
 
 
 def find_family(name: str) -> Family:
-    """Return a family by its own name or by that of a processor's class.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return a family by its own name or by that of a processor's class."""
     found = _FAMILIES.get(name) or _by_class(name)
     if found is None:
         known = sorted({*_FAMILIES, *COLLATE_FNS})
@@ -305,15 +308,6 @@ def function_of(*names: str) -> Callable[[_Function], _Function]:
         return function
 
     return give
-
-
-def collate_encoded(rows: Sequence[Sample], processor: Any, max_length: int | None = None) -> Batch:
-    """Collate encoded samples in the form of their processor's family.
-
-    The batch is that of the family's own collate function, padded on the right. Rows are what an `Encoder` with the
-    family's steps gives.
-    """
-    return family_of(processor).collate_rows(rows, processor, max_length)
 
 
 def get_collate(processor: Any) -> CollateFn:

@@ -4,22 +4,21 @@ Enters: conversations, decoded media, rows or batches of one family. Leaves: the
 goes on with. Nothing is shifted here.
 """
 
-from __future__ import annotations
-
 import inspect
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
-from vlm_stream.collate.conversations import conversation_of, process_batch
+from vlm_stream.collate.conversations import Example, PixelForm, conversation_of, process_batch
 from vlm_stream.collate.rows import pad_id_of, pad_rows, padding_side, split_rows
-from vlm_stream.conversation import iter_media
+from vlm_stream.conversation import Conversation, iter_media
 from vlm_stream.encode import (
+    LoadedMedia,
     Steps,
-    audio_rate_of,
     build_labels,
     build_labels_from_template,
     call_processor,
@@ -28,13 +27,7 @@ from vlm_stream.encode import (
 )
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.keys import IGNORE, TOKEN_KEYS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from vlm_stream.collate.conversations import Example, PixelForm
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.encode import LoadedMedia
+from vlm_stream.tokens import audio_rate
 
 _GEMMA4_MODEL_TURN: Final = "<|turn>model\n"
 GEMMA4_THINKING_PREFIX: Final = "<|channel>thought\n<channel|>"
@@ -240,7 +233,7 @@ def call_phi4(
     if "audios" in inspect.signature(type(processor).__call__).parameters:
         media: dict[str, Any] = {
             "images": [image for one in loaded for image in one.images],
-            "audios": [(audio, audio_rate_of(processor)) for one in loaded for audio in one.audios],
+            "audios": [(audio, audio_rate(processor)) for one in loaded for audio in one.audios],
         }
         given = {name: items for name, items in media.items() if items}
         batch = dict(processor(text=list(texts), return_tensors="pt", **given, **options))

@@ -1,29 +1,24 @@
 """The collate functions of NeMo Automodel, under its names: conversations in, a batch with shifted labels out.
 
-`pad_collate_fn` takes encoded samples. What a family wants is in `families.py`; here are the arguments of functions.
+`examples` are `{"conversation": [...]}`, media as paths, bytes or decoded objects, and are not changed; `processor` is
+that of the model; `max_length` is the length of every batch before the shift: longer rows are cut, never through media.
+`pixels="compact"` leaves pixels as bytes for `finish_pixels`, where the family has such a path. `pad_collate_fn` takes
+encoded samples. What a family wants is in `families.py`; here are the arguments of functions.
 """
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from vlm_stream.collate.conversations import conversation_of, drop_overlong, encode_rows
-from vlm_stream.collate.families import DEFAULT, ENCODED, PLAIN, family_of, find_family, function_of
+from vlm_stream.collate.conversations import Example, PixelForm, conversation_of, drop_overlong, encode_rows
+from vlm_stream.collate.families import DEFAULT, ENCODED, PLAIN, Batch, family_of, find_family, function_of
 from vlm_stream.collate.family_steps import TASK_PROMPT, page_steps, relabel
 from vlm_stream.collate.kimi import cut_kimi_row, takes_medias
 from vlm_stream.collate.rows import cut_to
-from vlm_stream.conversation import iter_media
+from vlm_stream.conversation import Conversation, iter_media
 from vlm_stream.encode import EncodeConfig, Encoder, frame_rule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from vlm_stream.collate.conversations import Example, PixelForm
-    from vlm_stream.collate.families import Batch
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.keys import Sample
+from vlm_stream.keys import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +37,8 @@ def default_collate_fn(
 ) -> Batch:
     """Collate conversations for any processor whose chat template and call follow transformers' conventions.
 
-    Args:
-        examples: `{"conversation": [...]}`; media as paths, bytes or decoded objects. They are not changed.
-        processor: The model's processor.
-        max_length: Every batch gets this many tokens before the shift; longer rows are cut, never through media.
-        _post_tokenize_hook: `(batch, processor) -> batch`, called right after tokenising.
-        drop_overlong: Leave out rows that are estimated to be longer than `max_length`, instead of cutting them.
-        pixels: `compact` leaves pixels as bytes for `finish_pixels`, where the family has such a path.
+    `_post_tokenize_hook` is called with batch and processor right after tokenising, and returns the batch.
+    `drop_overlong` leaves out rows that are estimated to be longer than `max_length`, instead of cutting them.
 
     Returns:
         The processor's batch with shifted labels, pixels in bfloat16, media counts per row.
@@ -76,30 +66,24 @@ def gemma4_prefix_collate_fn(examples: Sequence[Example], processor: Any, max_le
 
 @function_of("qwen2_5_vl")
 def qwen2_5_collate_fn(examples: Sequence[Example], processor: Any, pixels: PixelForm = "full") -> Batch:
-    """Collate conversations for Qwen2.5-VL; pixels keep their type, `compact` ones are bytes for `finish_pixels`."""
+    """Collate conversations for Qwen2.5-VL; pixels keep their type."""
     return PLAIN.collate(examples, processor, pixels=pixels)
 
 
 @function_of("llava_onevision")
 def llava_onevision_collate_fn(examples: Sequence[Example], processor: Any) -> Batch:
-    """Collate conversations for LLaVA-OneVision; labels shifted, pixels as the processor gives them."""
+    """Collate conversations for LLaVA-OneVision; pixels keep their type."""
     return PLAIN.collate(examples, processor)
 
 
 @function_of("qwen3_omni_moe")
 def qwen3_omni_collate_fn(
-    examples: Sequence[Example],
-    processor: Any,
-    use_audio_in_video: bool = False,
-    pixels: PixelForm = "full",
+    examples: Sequence[Example], processor: Any, use_audio_in_video: bool = False, pixels: PixelForm = "full"
 ) -> Batch:
-    """Collate conversations for Qwen3-Omni: images, videos and sound.
+    """Collate conversations for Qwen3-Omni: images, videos and sound; padded on the right.
 
-    Args:
-        examples: `{"conversation": [...]}`.
-        processor: The model's processor; batches are padded on the right.
-        use_audio_in_video: Interleave the sound track of each video with its frames; needs `qwen_omni_utils`.
-        pixels: `compact` leaves pixels as bytes for `finish_pixels`; media are then read by our own reader.
+    `use_audio_in_video` interleaves the sound track of each video with its frames, and needs `qwen_omni_utils`.
+    Compact pixels are read by our own reader.
     """
     return find_family("qwen3_omni_moe").collate(
         examples, processor, use_audio_in_video=use_audio_in_video, pixels=pixels
@@ -108,12 +92,9 @@ def qwen3_omni_collate_fn(
 
 @function_of("kimi_vl")
 def kimi_vl_collate_fn(examples: Sequence[Example], processor: Any, max_length: int | None = None) -> Batch:
-    """Collate conversations for Kimi-VL, whose remote code takes all images of a batch as one flat list.
+    """Collate conversations with images for Kimi-VL, whose remote code takes all images of a batch as one flat list.
 
-    Args:
-        examples: `{"conversation": [...]}`, with images only.
-        processor: The model's processor.
-        max_length: Rows that are estimated to be longer are dropped, the others padded to this many tokens.
+    Rows that are estimated to be longer than `max_length` are dropped, the others padded to it.
     """
     return find_family("kimi_vl").collate(_drop(examples, processor, max_length), processor, max_length)
 
@@ -122,14 +103,10 @@ def kimi_vl_collate_fn(examples: Sequence[Example], processor: Any, max_length: 
 def kimi_k25_vl_collate_fn(
     examples: Sequence[Example], processor: Any, max_length: int | None = None, drop_overlong: bool = False
 ) -> Batch:
-    """Collate conversations for Kimi-K2.5; image placeholders leave as many as the vision tower gives tokens.
+    """Collate conversations for Kimi-K2.5, by its remote class or transformers' own.
 
-    Args:
-        examples: `{"conversation": [...]}`.
-        processor: The model's processor, remote or from transformers.
-        max_length: Length of every batch before the shift; longer rows are cut (media that the cut would tear are
-            taken out, and reported), or dropped.
-        drop_overlong: Drop rows that are too long instead of cutting them.
+    Image placeholders leave as many as the vision tower gives tokens. Rows longer than `max_length` are cut (media that
+    the cut would tear are taken out, and reported), or dropped with `drop_overlong`.
 
     Returns:
         `input_ids`, `attention_mask`, `labels` (shifted), `pixel_values`, `grid_thws` [N, 3], `image_grid_hws` [N, 2],
@@ -164,11 +141,7 @@ def nemotron_omni_collate_fn(
 ) -> Batch:
     """Collate conversations for Nemotron-Omni: images, one video and sound per sample.
 
-    Args:
-        examples: `{"conversation": [...]}`; sound as an array, (array, rate), bytes or a path.
-        processor: The model's processor.
-        max_length: Length of every batch before the shift; longer rows are cut, never through media.
-        max_video_frames: Most frames of a video; the number is always even.
+    Sound comes as an array, (array, rate), bytes or a path. A video has at most `max_video_frames`, and an even number.
 
     Raises:
         NotImplementedError: A sample has more than one video.
@@ -186,13 +159,10 @@ def nemotron_omni_collate_fn(
 
 @function_of("nemotron_parse")
 def nemotron_parse_collate_fn(examples: Sequence[Example], processor: Any, task_prompt: str = TASK_PROMPT) -> Batch:
-    """Collate pages and their transcriptions for Nemotron-Parse, an encoder-decoder.
+    """Collate pages and their transcriptions for Nemotron-Parse, an encoder-decoder that is asked `task_prompt`.
 
-    Args:
-        examples: `{"conversation": [...]}`: the image of the last user turn that has one before the answer, and the
-            first answer with text, which is learned up to and with the end token.
-        processor: The model's processor, called with images and text.
-        task_prompt: What the decoder is asked.
+    Of a conversation it takes the image of the last user turn that has one before the answer, and the first answer with
+    text, which is learned up to and with the end token.
 
     Returns:
         The processor's batch with shifted labels, pixels in bfloat16, `decoder_input_ids`, `decoder_attention_mask` and
@@ -209,10 +179,7 @@ def nemotron_parse_collate_fn(examples: Sequence[Example], processor: Any, task_
 def phi4_mm_collate_fn(examples: Sequence[Example], processor: Any) -> Batch:
     """Collate conversations with sound for Phi-4-multimodal.
 
-    Args:
-        examples: `{"conversation": [...], "audio": ...}`; sound as an array, (array, rate), or a dict with `array` and
-            `sampling_rate`.
-        processor: The model's processor.
+    The `audio` of an example is an array, (array, rate), or a dict with `array` and `sampling_rate`.
 
     Returns:
         The processor's batch, at most 1024 tokens before the shift, `input_mode` (0 text, 1 image, 2 sound, 3 both)
@@ -225,10 +192,7 @@ def phi4_mm_collate_fn(examples: Sequence[Example], processor: Any) -> Batch:
 def pad_collate_fn(examples: Sequence[Sample], processor: Any, max_length: int | None = None) -> Batch:
     """Collate encoded samples, of any family, as NeMo Automodel does.
 
-    Args:
-        examples: Dicts of tensors; per-token tensors [S] (or [1, S]), media as the processor gave them.
-        processor: For its padding token and media tokens.
-        max_length: Every batch gets this many tokens before the shift; longer rows are cut, never through media.
+    Per-token tensors of the samples are [S] (or [1, S]), media as the processor gave them.
 
     Returns:
         Per-token tensors [B, S - 1] with shifted labels, every media key of the samples (`second_per_grid_ts` too),

@@ -9,23 +9,17 @@ model inputs, nothing else. Two facts of transformers decide the form; when they
   last token of the document before it would be trained to predict it.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from vlm_stream.collate.documents import as_documents, document_mask_4d
 from vlm_stream.collate.media import count_media, merge_media
 from vlm_stream.errors import BadSampleError, ConfigError, nearest_name
-from vlm_stream.keys import IGNORE, POSITIONS_KEY, TOKEN_KEYS
+from vlm_stream.keys import IGNORE, POSITIONS_KEY, TOKEN_KEYS, Sample
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from vlm_stream.keys import Sample
-
-Positions: TypeAlias = "Callable[[Sample], torch.Tensor | None]"
+Positions: TypeAlias = Callable[[Sample], torch.Tensor | None]
 """A position rule: encoded sample -> `[3, length]`."""
 
 _AXES: Final = 3
@@ -141,11 +135,7 @@ def _padding_row(
 
 
 def join_hf_packs(
-    packs: Sequence[Sample],
-    *,
-    padding_idx: int = 0,
-    pad_to: int | None = None,
-    media_counts: bool = False,
+    packs: Sequence[Sample], *, padding_idx: int = 0, pad_to: int | None = None, media_counts: bool = False
 ) -> dict[str, Any]:
     """Stack packed rows into one batch; padding is one more document, without labels, that no other document sees.
 

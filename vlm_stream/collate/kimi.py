@@ -4,23 +4,17 @@ Both ship outside of transformers; its own class of Kimi-K2.5 follows its conven
 names of grids.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
 from vlm_stream.collate.media import merge_media
 from vlm_stream.collate.rows import pad_id_of, pad_rows, padding_side
-from vlm_stream.encode import call_processor, tokenizer_of
+from vlm_stream.encode import LoadedMedia, call_processor, tokenizer_of
 from vlm_stream.keys import TOKEN_KEYS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from vlm_stream.encode import LoadedMedia
 
 logger = logging.getLogger(__name__)
 

@@ -4,16 +4,15 @@ Enters: samples, packs or conversations. Leaves: for each media key one tensor (
 Models give media rows to media tokens in their order, so both must be joined in the same order. Knows no family.
 """
 
-from __future__ import annotations
-
 import multiprocessing
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from vlm_stream.blocks import allocate_block
-from vlm_stream.conversation import iter_media
+from vlm_stream.conversation import Conversation, iter_media
 from vlm_stream.errors import ConfigError
 from vlm_stream.keys import (
     IMAGE_COUNTS_KEY,
@@ -22,14 +21,9 @@ from vlm_stream.keys import (
     POSITIONS_KEY,
     TOKEN_KEYS,
     VIDEO_COUNTS_KEY,
+    Sample,
 )
 from vlm_stream.pixels import carry_spec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.keys import Sample
 
 _NOT_MEDIA: Final = frozenset(
     {*TOKEN_KEYS, POSITIONS_KEY, "seq_lens", "seq_lens_padded", "n_images", "n_videos", "conversation"}
@@ -59,15 +53,10 @@ def _is_joinable(value: Any) -> bool:
 
 
 def merge_media(rows: Sequence[Sample], *, pixel_dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Join the media of rows along axis 0; lists of tensors (pixels of different sizes) become one flat list.
+    """Join the media of samples or packs along axis 0; lists of tensors (pixels of several sizes) become one flat list.
 
-    Args:
-        rows: Samples or packs.
-        pixel_dtype: What pixels are converted to. Compact ones stay bytes, and the batch says how to finish them.
-
-    Raises:
-        MediaJoinError: Some rows hold a medium as a tensor and others as a list.
-        ConfigError: Some hold compact pixels and others full ones.
+    Pixels are converted to `pixel_dtype`. Compact ones stay bytes, and the batch says how to finish them; they are not
+    joined with full ones.
     """
     media = [media_of(row) for row in rows]
     spec = carry_spec(media)
@@ -85,16 +74,7 @@ def merge_media(rows: Sequence[Sample], *, pixel_dtype: torch.dtype | None = Non
 
 
 def join_rows(name: str, values: Sequence[Any], dtype: torch.dtype | None = None) -> Any:
-    """Join what several rows hold under one name.
-
-    Args:
-        name: For messages.
-        values: Tensors, lists of tensors (which become one flat list), or lists of numbers (which become a tensor).
-        dtype: What to convert to; None: as they are.
-
-    Raises:
-        MediaJoinError: The values have different forms.
-    """
+    """Join tensors, lists of tensors (one flat list) or lists of numbers (a tensor) that rows hold under one name."""
     values = [torch.as_tensor(value) if _are_numbers(value) else value for value in values]
     if all(isinstance(value, torch.Tensor) for value in values):
         return _cat_padded(name, values, dtype or values[0].dtype)

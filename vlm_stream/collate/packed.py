@@ -5,23 +5,25 @@ numbers the documents 1, 2, ... (0: padding); then a batch of them, with a mask 
 lengths of the documents (`packed_sequence_thd_vlm_collater`). Nothing is shifted here.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
+from torch.nn.functional import pad
 
-from vlm_stream.collate.documents import align_up, as_documents
-from vlm_stream.collate.masks import BLOCK_CAUSAL, FLASH, PackingContract, mask_documents, sequence_metadata
+from vlm_stream.collate.documents import (
+    BLOCK_CAUSAL,
+    FLASH,
+    PackingContract,
+    align_up,
+    as_documents,
+    mask_documents,
+    sequence_metadata,
+)
 from vlm_stream.collate.media import counts_of, merge_media
-from vlm_stream.collate.rows import pad_rows
+from vlm_stream.collate.rows import pad_rows, shift_sample
 from vlm_stream.errors import BadSampleError, ConfigError
-from vlm_stream.keys import IGNORE, POSITIONS_KEY
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vlm_stream.keys import Sample
+from vlm_stream.keys import IGNORE, POSITIONS_KEY, Sample
 
 PACKED_MEDIA_KEYS: Final = (
     "pixel_values",
@@ -35,11 +37,7 @@ PACKED_MEDIA_KEYS: Final = (
 
 
 def build_packed_vlm_sample(
-    samples: Sequence[Sample],
-    pack_size: int,
-    padding_idx: int,
-    has_mrope: bool = False,
-    sequence_alignment: int = 1,
+    samples: Sequence[Sample], pack_size: int, padding_idx: int, has_mrope: bool = False, sequence_alignment: int = 1
 ) -> dict[str, Any]:
     """Join shifted samples into one row.
 
@@ -82,6 +80,28 @@ def build_packed_vlm_sample(
         **dict.fromkeys(PACKED_MEDIA_KEYS),
         **media,
     }
+
+
+def pack_row(
+    samples: Sequence[Sample],
+    pack_size: int,
+    padding_idx: int,
+    rule: Callable[[Sample], torch.Tensor | None] | None,
+    alignment: int = 1,
+    *,
+    shifted: bool = True,
+) -> dict[str, Any]:
+    """Join encoded samples, not shifted, into one row, with the positions of a rule; without one they count on by one.
+
+    With `shifted=False` the loss shifts labels, and the first of each document is IGNORE: the token before it is of
+    another document. Other arguments are those of `build_packed_vlm_sample`.
+    """
+    rows = [sample if rule is None else {**sample, POSITIONS_KEY: rule(sample)} for sample in samples]
+    if shifted:
+        rows = [shift_sample(row, has_mrope=rule is not None) for row in rows]
+    else:
+        rows = [{**row, "labels": pad(row["labels"][1:], (1, 0), value=IGNORE)} for row in rows]
+    return build_packed_vlm_sample(rows, pack_size, padding_idx, rule is not None, alignment)
 
 
 def _align(document: Sample, slots: int, padding_idx: int, mrope: bool) -> dict[str, torch.Tensor]:

@@ -12,20 +12,16 @@ what a video is: one medium, whose t may be scaled by seconds, or one medium per
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
+from torch.nn.functional import pad
 
 from vlm_stream.collate.rows import token_row
 from vlm_stream.errors import BadSampleError, ConfigError
-from vlm_stream.keys import POSITIONS_KEY, TOKEN_KEYS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from vlm_stream.keys import Sample
+from vlm_stream.keys import POSITIONS_KEY, TOKEN_KEYS, Sample
 
 _IMAGE: Final = 1
 _VIDEO: Final = 2
@@ -72,7 +68,6 @@ class PositionRule:
     """Finds videos where a sample has no `mm_token_type_ids`."""
 
     def __post_init__(self) -> None:
-        """Refuse a merge size that means nothing."""
         if self.merge_size < 1:
             raise ConfigError(f"merge_size is {self.merge_size}, so no positions follow from it; give at least 1.")
 
@@ -341,6 +336,15 @@ def compute_mrope_position_ids(sample: Sample, get_rope_index: Callable[..., Any
     positions = positions[:, 0] if positions.ndim == 3 else positions
     is_whole = positions.is_floating_point() and bool((positions == positions.round()).all())
     return positions.long() if is_whole else positions
+
+
+def stack_positions(
+    samples: Sequence[Sample], rule: Callable[[Sample], torch.Tensor | None] | None, length: int
+) -> dict[str, torch.Tensor]:
+    """Return `position_ids` `[3, B, length]` of rows that are padded (or cut) to a length; nothing without a rule."""
+    axes = [None if rule is None else rule(sample) for sample in samples]
+    known = [pad(row, (0, length - row.shape[1])) for row in axes if row is not None]
+    return {POSITIONS_KEY: torch.stack(known, dim=1)} if known else {}
 
 
 def _types_from_config(ids: torch.Tensor, get_rope_index: Callable[..., Any]) -> torch.Tensor:

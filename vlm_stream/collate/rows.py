@@ -3,20 +3,14 @@
 Enters: padded batches, or rows of single samples. Leaves: the other of the two. Knows keys, not families.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
 from vlm_stream.encode import media_token_ids, tokenizer_of
 from vlm_stream.errors import BadSampleError
-from vlm_stream.keys import IGNORE, POSITIONS_KEY, TOKEN_KEYS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from vlm_stream.keys import Sample
+from vlm_stream.keys import IGNORE, POSITIONS_KEY, TOKEN_KEYS, Sample
 
 _FILLS: Final = {"labels": IGNORE}
 _MEDIA_WORDS: Final = ("pixel", "grid", "image", "video", "audio", "feature", "size", "patches", "sound", "n_")
@@ -67,11 +61,7 @@ def pad_rows(
 
 
 def fit_to(batch: dict[str, Any], length: int, processor: Any) -> dict[str, Any]:
-    """Return the batch with exactly `length` columns: cut, or padded on the right.
-
-    Raises:
-        BadSampleError: The cut would take media tokens away.
-    """
+    """Return the batch with exactly `length` columns: cut, never through media, or padded on the right."""
     batch = cut_to(batch, length, processor)
     missing = length - batch["input_ids"].shape[1]
     fills = {"input_ids": pad_id_of(processor), **_FILLS}
@@ -82,11 +72,7 @@ def fit_to(batch: dict[str, Any], length: int, processor: Any) -> dict[str, Any]
 
 
 def cut_to(batch: dict[str, Any], max_length: int, processor: Any) -> dict[str, Any]:
-    """Return the batch with at most `max_length` columns.
-
-    Raises:
-        BadSampleError: The cut would take media tokens away, and their pixels would match nothing.
-    """
+    """Return the batch with at most `max_length` columns; a cut that takes media tokens away is a bad sample."""
     ids = batch["input_ids"]
     if ids.shape[1] <= max_length:
         return batch

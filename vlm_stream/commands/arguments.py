@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.options import RUN_ARGUMENTS, LoaderOptions, StreamOptions, flag_fields
-from vlm_stream.recipe import load_config
-from vlm_stream.schema import parse_size
+from vlm_stream.loader_options import LoaderOptions
+from vlm_stream.options import RUN_ARGUMENTS, StreamOptions, flag_fields
+from vlm_stream.recipe import load_config, normalise_sources
+from vlm_stream.schema import check_names, parse_size
 
 if TYPE_CHECKING:
+    from vlm_stream.media import MediaLimits
+    from vlm_stream.planning import Plan
     from vlm_stream.storage import StoreOptions
 
 _WAY_OUT: Final = "save torch.save({'data': loader.state_dict()}, path), or its JSON, and name that"
@@ -31,21 +34,30 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--region", help="S3 region")
     group.add_argument("--anonymous", action="store_true", help="send unsigned requests, for public buckets")
     group.add_argument("--allow-http", action="store_true", help="accept an endpoint without TLS")
+    group.add_argument(
+        "--tars",
+        metavar="URL",
+        action="append",
+        help="a folder or bucket that a manifest may name as the place of its tars, where it is not its own",
+    )
 
 
 def store_options(args: argparse.Namespace) -> StoreOptions | None:
     """Return the store options that the arguments name, None where they name none."""
     from vlm_stream.storage import StoreOptions
 
-    if not (args.endpoint or args.region or args.anonymous or args.allow_http):
+    if not (args.endpoint or args.region or args.anonymous or args.allow_http or args.tars):
         return None
     return StoreOptions(
-        endpoint=args.endpoint, region=args.region, anonymous=args.anonymous, allow_http=args.allow_http
+        endpoint=args.endpoint,
+        region=args.region,
+        anonymous=args.anonymous,
+        allow_http=args.allow_http,
+        tars=tuple(args.tars or ()),
     )
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add how results are printed."""
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print the result as one JSON object, and no progress")
     group.add_argument("--quiet", action="store_true", help="no progress")
@@ -80,6 +92,15 @@ def parse_mapping(text: str | None) -> dict[str, str]:
         if part:
             pairs[name.strip()] = value.strip()
     return pairs
+
+
+def media_limits(text: str | None) -> MediaLimits | None:
+    """Return the limits that `image_pixels=5000000,file_bytes=2GiB` names, None where it names none."""
+    from vlm_stream.media import MediaLimits
+
+    given = {name: parse_size(value) for name, value in parse_mapping(text).items()}
+    check_names(MediaLimits, given, prefix="media_limits.")
+    return MediaLimits(**given) if given else None
 
 
 def add_processor_arguments(parser: argparse.ArgumentParser, help_text: str, *, required: bool = False) -> None:
@@ -149,7 +170,33 @@ def split_options(arguments: dict[str, Any]) -> tuple[Any, Any, StreamOptions]:
     """Return sources, processor and the options of a stream, without what only a running loader needs."""
     others = (*RUN_ARGUMENTS, *(option.name for option in fields(LoaderOptions)))
     options = {name: value for name, value in arguments.items() if name not in others}
+    if arguments.get("device") is not None:  # builders then send what is finished there
+        options = {"pixels": "compact"} | options
     return arguments["sources"], arguments.get("processor"), StreamOptions.parse(options)
+
+
+def open_plan(given: dict[str, Any]) -> tuple[Plan, StreamOptions]:
+    """Open the datasets that the arguments of a loader name, and plan over them."""
+    from vlm_stream.planning import open_plan
+    from vlm_stream.processors import open_processor
+
+    sources, processor, options = split_options(given)
+    return open_plan(normalise_sources(sources), options, open_processor(processor)), options
+
+
+def need_processor(given: dict[str, Any]) -> None:
+    """Refuse arguments that name no processor, for commands that build batches; `null` is a choice."""
+    if "processor" not in given:
+        raise ConfigError("batches cannot be encoded without a processor; name it with --processor or in the recipe")
+
+
+def device_dtype(arguments: dict[str, Any]) -> Any:
+    """Return the type of pixels that a loader finishes on its device, None where it has none."""
+    from vlm_stream.pixels import DEFAULT_DTYPE
+
+    own = {name: arguments[name] for name in ("device", "dtype") if name in arguments}
+    loader = LoaderOptions(**own)
+    return None if loader.device is None else loader.pixel_dtype or DEFAULT_DTYPE
 
 
 def add_state_argument(parser: argparse.ArgumentParser) -> None:

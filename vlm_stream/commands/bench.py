@@ -5,35 +5,37 @@ Rates, seconds and --seconds count from the first batch on; what came before it 
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
 
 from vlm_stream.commands import arguments, output
 from vlm_stream.errors import ConfigError
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping
-
-__all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES: Final = """\
 examples:
   bench recipe.yaml --batches 200
   bench shards/ --processor Qwen/Qwen2.5-VL-3B-Instruct --pack-size 8192 --set num_workers=4 --seconds 60
+  bench recipe.yaml --set 'builders={address: auto, count: 8}' --save-costs costs.json
 """
+_MIN_BATCHES: Final = 16
 _SHOW_S: Final = 0.5
 _LINE_S: Final = 10.0
 _LINE: Final = ("batches", "samples_per_s", "tokens_per_s", "megabytes_per_s", "padding", "bad_samples")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     arguments.add_stream_arguments(parser)
     parser.add_argument("--batches", type=int, metavar="N", help="stop after N batches (default: an epoch)")
     parser.add_argument("--seconds", type=float, metavar="S", help="stop S seconds after the first batch")
+    parser.add_argument(
+        "--save-costs", metavar="FILE", help="write what building costs by samples, tokens and pixels, for plan --costs"
+    )
     arguments.add_output_arguments(parser)
 
 
@@ -42,19 +44,21 @@ def run(args: argparse.Namespace) -> int:
     from vlm_stream.loader import StreamLoader
 
     given = arguments.loader_arguments(args)
-    if "processor" not in given:
-        raise ConfigError("batches cannot be encoded without a processor; name it with --processor or in the recipe")
+    arguments.need_processor(given)
     if args.world is not None:
         given |= {"rank": given.get("rank", 0), "world_size": args.world}
     loader = StreamLoader(**given)
-    clock = _Clock()
+    clock, costs = _Clock(), None
     with _Live(enabled=not (args.json or args.quiet)) as show:
         for _ in itertools.islice(loader, args.batches):
             clock.see(loader.metrics)
+            costs = loader.costs() if args.save_costs else None
             show.update(lambda: clock.numbers(loader.metrics()))
             if args.seconds is not None and clock.seconds > args.seconds:
                 break
         numbers = clock.numbers(loader.metrics())
+    if args.save_costs:
+        _save_costs(args.save_costs, costs)
     if args.json:
         output.print_json(numbers | {"bad_by_reason": loader.ledger.by_reason()})
     else:
@@ -62,6 +66,16 @@ def run(args: argparse.Namespace) -> int:
         for line in loader.ledger.newest:
             output.open_console(stderr=True).print(f"bad: {line}")
     return 0
+
+
+def _save_costs(path: str, costs: dict[str, Any] | None) -> None:
+    num_batches = 0 if costs is None else costs["batches"]
+    if num_batches < _MIN_BATCHES:
+        raise ConfigError(
+            f"{num_batches} batches were built by workers, and costs are learned from {_MIN_BATCHES} at least, so "
+            f"{path} was not written; set num_workers or builders (--set num_workers=2), and build more batches"
+        )
+    Path(path).write_text(json.dumps(costs, indent=1) + "\n", encoding="utf-8")
 
 
 class _Clock:
@@ -74,7 +88,6 @@ class _Clock:
 
     @property
     def seconds(self) -> float:
-        """Return the time since the first batch."""
         return time.monotonic() - self._first_s
 
     def see(self, metrics: Any) -> None:

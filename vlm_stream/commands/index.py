@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, Final
 
 from vlm_stream.commands import arguments, output
+from vlm_stream.schema import human_bytes
 
 if TYPE_CHECKING:
-    import argparse
-
     from vlm_stream.format import FieldMap
-
-__all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES: Final = """\
 examples:
@@ -23,14 +21,14 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument(
         "urls", nargs="+", metavar="URL", help="tars: paths, URLs, {000..127} patterns, folders; Energon datasets"
     )
     parser.add_argument(
         "--out",
         metavar="URL",
-        help="where indexes and manifest go (default: beside the tars, else the user's cache, where loaders look)",
+        help="where indexes and manifest go (default: beside the tars, else the user's cache, where loaders look); "
+        "whoever reads that dataset names the place of the tars with --tars",
     )
     arguments.add_processor_arguments(parser, "count text tokens exactly")
     parser.add_argument("--overwrite", action="store_true", help="replace indexes and manifest that are there")
@@ -39,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--layout", choices=("native", "sharegpt", "caption", "bytes"))
     group.add_argument("--columns", metavar="NAME=FIELD,...", help="sharegpt: fields of the .json")
     group.add_argument("--tags", metavar="NAME=VALUE,...", help="sharegpt: role keys and roles")
+    group.add_argument(
+        "--media-first", action="store_true", help="sharegpt: media that nothing shows go before the first user text"
+    )
     group.add_argument("--caption", metavar="MEMBER", help="caption: txt, or json:FIELD")
     group.add_argument("--prompt", help="caption: what the user asks")
     arguments.add_store_arguments(parser)
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
                 "layout": manifest.fields.layout,
                 "num_shards": len(manifest.shards),
                 "place": place,
+                "whole": manifest.whole,
                 "totals": asdict(totals),
             }
         )
@@ -90,10 +92,12 @@ def run(args: argparse.Namespace) -> int:
             "videos": f"{totals.videos:,}",
             "audios": f"{totals.audios:,}",
             f"text tokens ({manifest.tokens.kind})": f"{totals.text_tokens:,}",
-            "bytes": output.human_bytes(totals.bytes),
+            "bytes": human_bytes(totals.bytes),
             "left out": f"{sum(manifest.dropped.values()):,}",
         }
-        output.print_table("index", rows | {f"  {reason}": f"{count:,}" for reason, count in manifest.dropped.items()})
+        rows |= {f"  {reason}": f"{count:,}" for reason, count in manifest.dropped.items()}
+        rows |= {f"clips without a table, {reason}": f"{count:,}" for reason, count in manifest.whole.items()}
+        output.print_table("index", rows)
     return 0 if totals.samples else 1
 
 
@@ -107,12 +111,14 @@ def _fields(args: argparse.Namespace) -> FieldMap | None:
         "tags": arguments.parse_mapping(args.tags),
         "caption": args.caption,
         "prompt": args.prompt,
+        "media_first": args.media_first,
     }
     given = {name: value for name, value in named.items() if value}
     if args.layout is None:
         if given:
+            flag = min(given).replace("_", "-")
             raise ConfigError(
-                f"--{min(given)} belongs to a layout, and none is named: add --layout sharegpt or --layout caption."
+                f"--{flag} belongs to a layout, and none is named: add --layout sharegpt or --layout caption."
             )
         return None
     return FieldMap(layout=args.layout, **given)

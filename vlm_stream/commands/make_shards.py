@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Final
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.commands import arguments, output
+from vlm_stream.schema import human_bytes
 
 if TYPE_CHECKING:
     from vlm_stream.convert import ShardOptions, ShardReport
-
-__all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES: Final = """\
 examples:
@@ -24,7 +24,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument(
         "input", help="meta file, JSON array, JSON lines (.gz, .zst too), Parquet, Arrow; a folder, a pattern, a URL"
     )
@@ -62,6 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--media-first", action="store_true", help="media that no <image> shows go before the first user text"
     )
     group.add_argument("--confine-media", action="store_true", help="refuse media outside of their media_dir")
+    group.add_argument(
+        "--media-hosts",
+        default="public",
+        metavar="HOST,...",
+        help="web hosts that records may name; public: those with public addresses (default: %(default)s)",
+    )
+    group.add_argument(
+        "--media-limits", metavar="NAME=NUMBER,...", help="the largest media: image_pixels, video_frames, file_bytes..."
+    )
     group.add_argument("--exif-rotate", action="store_true", help="turn images as their EXIF orientation says")
     group.add_argument(
         "--bad-budget",
@@ -77,23 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert; print the summary. Exit code 1 when more is bad than the budget allows."""
     from vlm_stream.allocator import keep_freed_memory
-    from vlm_stream.convert import make_shards
-    from vlm_stream.sources import open_source
+    from vlm_stream.convert import make_shards, open_input
 
     keep_freed_memory()
     options = _options(args)
-    source = open_source(
-        args.input,
-        names=options.names,
-        on_mismatch=args.on_mismatch,
-        columns=options.columns,
-        tags=options.tags,
-        media_dir=options.media_dir,
-        media_first=options.media_first or None,
-        store=options.store,
-    )
+    source = open_input(args.input, options)
     if not (args.json or args.quiet):
-        for name, line in source.lines.items():
+        for name, line in getattr(source, "lines", {}).items():
             output.open_console(stderr=True).print(f"{name}: {line}", markup=False)
     with output.Progress("make-shards", enabled=not (args.json or args.quiet)) as progress:
         report = make_shards(
@@ -117,33 +115,20 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> ShardOptions:
     from vlm_stream.convert import ShardOptions
 
-    return ShardOptions(
-        processor=args.processor,
-        trust_remote_code=args.trust_remote_code,
-        samples_per_shard=args.samples_per_shard,
-        max_shard_bytes=args.max_shard_bytes,
-        shuffle=args.shuffle,
-        on_mismatch=args.on_mismatch,
-        names=tuple(filter(None, args.names.split(","))) if args.names else None,
-        columns=arguments.parse_mapping(args.columns),
-        tags=arguments.parse_mapping(args.tags),
-        media_dir=args.media_dir,
-        media_first=args.media_first,
-        confine_media=args.confine_media,
-        exif_rotate=args.exif_rotate,
-        workers=args.workers,
-        engine=args.engine,
-        ray_address=args.ray_address,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        bad_budget=args.bad_budget,
-        store=arguments.store_options(args),
-        flags=True,
-    )
+    parsed: dict[str, Any] = {
+        "names": tuple(filter(None, args.names.split(","))) if args.names else None,
+        "columns": arguments.parse_mapping(args.columns),
+        "tags": arguments.parse_mapping(args.tags),
+        "media_hosts": tuple(filter(None, args.media_hosts.split(","))),
+        "media_limits": arguments.media_limits(args.media_limits),
+        "store": arguments.store_options(args),
+        "flags": True,
+    }
+    given = {option.name: getattr(args, option.name) for option in fields(ShardOptions) if option.name not in parsed}
+    return ShardOptions(**parsed, **given)
 
 
 def summary(report: ShardReport) -> dict[str, str]:
-    """Return the lines of the summary table."""
     totals = report.totals
     rows = {
         "records": f"{report.num_records:,}",
@@ -155,12 +140,15 @@ def summary(report: ShardReport) -> dict[str, str]:
         f"text tokens ({report.tokens})": f"{totals.text_tokens:,}",
         **({"  of them labels": f"{totals.label_tokens:,}"} if totals.label_tokens else {}),
         "shards": f"{report.num_shards:,}" + (f" ({report.num_kept} were there)" if report.num_kept else ""),
-        "bytes": output.human_bytes(totals.bytes),
+        "bytes": human_bytes(totals.bytes),
         "dropped": f"{report.num_dropped:,}",
     }
     rows |= {f"  {reason}": f"{count:,}" for reason, count in sorted(report.dropped.items(), key=lambda x: -x[1])}
     if report.kept:
         rows["kept in part"] = f"{sum(report.kept.values()):,}"
         rows |= {f"  {reason} ": f"{count:,}" for reason, count in sorted(report.kept.items(), key=lambda x: -x[1])}
+    if report.whole:
+        rows["clips without a table"] = f"{sum(report.whole.values()):,}"
+        rows |= {f"  {reason}  ": f"{count:,}" for reason, count in sorted(report.whole.items(), key=lambda x: -x[1])}
     rows["seconds"] = f"{report.seconds:.1f}"
     return rows

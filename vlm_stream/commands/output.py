@@ -5,29 +5,21 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from vlm_stream.errors import ConfigError, clean
+from vlm_stream.schema import human_bytes
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 _LINE_SECONDS: Final = 10.0
 _ANY_WIDTH: Final = 10_000
-
-
-def human_bytes(num_bytes: float) -> str:
-    """Return a size as people read it.
-
-    >>> human_bytes(1532928)
-    '1.53 MB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(num_bytes) < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.2f} TB"
 
 
 def open_console(*, stderr: bool = False) -> Console:
@@ -38,15 +30,21 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 def table_of(title: str, rows: Mapping[str, str]) -> Table:
-    """Return a table of names and values."""
     from rich.table import Table
 
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table(title=plain(title), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(plain(name), plain(value))
     return table
+
+
+def plain(text: str) -> Text:
+    """Return a text of a dataset as it is: nothing in it is obeyed by the terminal, or is markup."""
+    from rich.text import Text
+
+    return Text(clean(text))
 
 
 def print_table(title: str, rows: Mapping[str, str]) -> None:
@@ -64,13 +62,28 @@ def print_whole(table: Table) -> None:
     console.print(table)
 
 
+def write_page(path: Path, html: str) -> None:
+    """Write a page, into a folder that may have to be made.
+
+    Raises:
+        ConfigError: It cannot be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the page {path} cannot be written ({error.strerror or error}); choose another --html"
+        ) from error
+
+
 def print_columns(names: Sequence[str], *rows: Sequence[str]) -> None:
     """Print rows below the names of their columns."""
     from rich.table import Table
 
     table = Table(*names)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(plain, row))
     print_whole(table)
 
 
@@ -83,7 +96,6 @@ class Progress:
     """Counts samples, bytes and bad ones, and shows them; use it in a `with` block."""
 
     def __init__(self, title: str, *, enabled: bool = True) -> None:
-        """Start at nothing; the total comes with the first step."""
         self.title = title
         self.enabled = enabled
         self.num_samples = self.num_bytes = self.num_bad = self.num_done = 0
@@ -94,7 +106,6 @@ class Progress:
         self._task: Any = None
 
     def __enter__(self) -> Progress:
-        """Show the bar, if there is a terminal."""
         self._begin = self._last_line = time.monotonic()
         if self.enabled and sys.stderr.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -113,7 +124,6 @@ class Progress:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Take the bar down, or write the last line."""
         if self._bar is not None:
             self._bar.stop()
         elif self.enabled and self.num_done and kind is None:

@@ -1,16 +1,11 @@
 """precount: write _text_tokens and _media_tokens into a data file, for datasets that are loaded whole."""
 
-from __future__ import annotations
-
+import argparse
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vlm_stream.commands import arguments, output
-
-if TYPE_CHECKING:
-    import argparse
-
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+from vlm_stream.errors import clean
 
 EXAMPLES: Final = """\
 examples:
@@ -21,7 +16,6 @@ _SHOWN: Final = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("input", help="JSON array or JSON lines (.gz too)")
     parser.add_argument("--processor", required=True, metavar="NAME_OR_PATH", help="whose tokens are counted")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the processor bring its own code")
@@ -31,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--columns", metavar="NAME=FIELD,...", help="columns, where they are not recognised")
     parser.add_argument("--tags", metavar="NAME=VALUE,...", help="role keys and roles, likewise")
     parser.add_argument("--media-dir", metavar="DIR", help="what media paths are relative to")
+    parser.add_argument(
+        "--media-first", action="store_true", help="media that no <image> shows go before the first user text"
+    )
+    parser.add_argument("--media-hosts", default="public", metavar="HOST,...", help="web hosts that records may name")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
     arguments.add_store_arguments(parser)
     arguments.add_output_arguments(parser)
 
@@ -39,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     """Count; print the sums. Exit code 1 if not one record could be counted."""
     from vlm_stream.convert import precount
 
-    with output.Progress("precount", enabled=not (args.json or args.quiet)) as progress:
+    is_told = not (args.json or args.quiet)
+    with output.Progress("precount", enabled=is_told) as progress:
         report = precount(
             args.input,
             None if args.in_place else args.out,
@@ -48,14 +48,18 @@ def run(args: argparse.Namespace) -> int:
             columns=arguments.parse_mapping(args.columns),
             tags=arguments.parse_mapping(args.tags),
             media_dir=args.media_dir,
+            media_first=args.media_first or None,
             store=arguments.store_options(args),
+            media_hosts=tuple(filter(None, args.media_hosts.split(","))),
+            workers=args.workers,
+            on_form=(lambda line: sys.stderr.write(clean(line) + "\n")) if is_told else None,
             on_record=lambda num_records: progress.step(num_records, samples=1),
         )
     if args.json:
         output.print_json(report.to_dict())
     else:
         for origin, reason in list(report.bad.items())[:_SHOWN]:
-            sys.stderr.write(f"no counts: {origin}: {reason}\n")
+            sys.stderr.write(clean(f"no counts: {origin}: {reason}") + "\n")
         rows = {
             "records": f"{report.num_records:,}",
             "text tokens": f"{report.text_tokens:,}",

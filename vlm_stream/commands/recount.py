@@ -1,16 +1,10 @@
 """recount: the text tokens and labels of a dataset, counted again for another processor."""
 
-from __future__ import annotations
-
+import argparse
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vlm_stream.commands import arguments, output
-
-if TYPE_CHECKING:
-    import argparse
-
-__all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES: Final = """\
 examples:
@@ -19,7 +13,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("dataset", help="folder or URL of the dataset")
     arguments.add_processor_arguments(parser, "whose chat template and tokenizer", required=True)
     arguments.add_workers_argument(parser)

@@ -1,17 +1,10 @@
 """replay: rebuild exactly the batches that one rank had at one step, on any machine."""
 
-from __future__ import annotations
-
+import argparse
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vlm_stream.commands import arguments, output
-from vlm_stream.errors import ConfigError
-
-if TYPE_CHECKING:
-    import argparse
-
-__all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES: Final = """\
 examples:
@@ -21,7 +14,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     arguments.add_stream_arguments(parser)
     parser.add_argument("--step", type=int, required=True, metavar="N")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="default: %(default)s")
@@ -31,14 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rebuild and save."""
     import torch
 
+    from vlm_stream.pixels import finish_pixels
     from vlm_stream.stream import VLMStream
 
-    sources, processor, options = arguments.split_options(arguments.loader_arguments(args))
-    if processor is None:
-        raise ConfigError("a batch cannot be encoded without a processor; name it with --processor or in the recipe")
+    given = arguments.loader_arguments(args)
+    arguments.need_processor(given)
+    sources, processor, options = arguments.split_options(given)
+    dtype = arguments.device_dtype(given)
     stream = VLMStream(
         sources,
         processor=processor,
@@ -48,13 +41,15 @@ def run(args: argparse.Namespace) -> int:
     )
     state, epochs_before = arguments.read_saved_state(args.state, stream.options)
     deliveries = list(stream.replay(args.step, state, epochs_before=epochs_before))
-    torch.save([dict(delivery.batch) for delivery in deliveries], args.out)
+    batches = [dict(delivery.batch) for delivery in deliveries]
+    torch.save(batches if dtype is None else [finish_pixels(batch, "cpu", dtype) for batch in batches], args.out)
     summary = {
         "step": args.step,
         "rank": args.rank,
         "batches": len(deliveries),
         "samples": sum(len(row) for delivery in deliveries for row in delivery.batch["refs"]),
         "bad": [str(line) for delivery in deliveries for line in delivery.bad],
+        "pixels": "as builders send them" if dtype is None else f"finished on the CPU as {dtype}".replace("torch.", ""),
         "out": args.out,
     }
     if args.json:
@@ -62,6 +57,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         output.open_console().print(
             f"step {args.step}, rank {args.rank}: {summary['batches']} batches with {summary['samples']} samples -> "
-            f"{args.out}" + "".join(f"\nbad: {line}" for line in summary["bad"])
+            f"{args.out}\npixels: {summary['pixels']}" + "".join(f"\nbad: {line}" for line in summary["bad"])
         )
     return 0

@@ -1,16 +1,12 @@
 """verify: every checksum, range and count of a dataset against its tars."""
 
-from __future__ import annotations
-
+import argparse
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vlm_stream.commands import arguments, output
-
-if TYPE_CHECKING:
-    import argparse
-
-__all__ = ["EXAMPLES", "add_arguments", "run"]
+from vlm_stream.errors import clean
+from vlm_stream.schema import human_bytes
 
 EXAMPLES: Final = """\
 examples:
@@ -20,7 +16,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("dataset", help="folder or URL of the dataset")
     arguments.add_workers_argument(parser)
     arguments.add_store_arguments(parser)
@@ -44,10 +39,10 @@ def run(args: argparse.Namespace) -> int:
         output.print_json(report.to_dict())
     else:
         for problem in report.problems:
-            sys.stdout.write(f"{problem}\n")
+            sys.stdout.write(f"{clean(str(problem))}\n")
         found = f"{len(report.problems)} problems" if report.problems else "no problems"
         sys.stdout.write(
             f"{report.url}: {report.num_shards} shards, {report.num_samples:,} samples, "
-            f"{output.human_bytes(report.num_bytes)} checked in {report.seconds:.1f} s: {found}\n"
+            f"{human_bytes(report.num_bytes)} checked in {report.seconds:.1f} s: {found}\n"
         )
     return 1 if report.problems else 0

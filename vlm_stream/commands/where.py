@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.commands import arguments, output
-from vlm_stream.errors import ConfigError, InputError
-from vlm_stream.recipe import normalise_sources
+from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:
-    import argparse
-
     from vlm_stream.format import Drawn
-    from vlm_stream.plan import PlannedSample, Ref
+    from vlm_stream.plan import PlannedSample
     from vlm_stream.planning import Plan
-
-__all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES: Final = """\
 examples:
@@ -27,7 +23,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     arguments.add_stream_arguments(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--step", type=int, metavar="N", help="name the samples of this step")
@@ -40,19 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer; exit code 1 when a key is not delivered any more."""
     from vlm_stream.plan import find_samples, samples_of_step
-    from vlm_stream.planning import open_plan
-    from vlm_stream.processors import open_processor
 
-    sources, processor, options = arguments.split_options(arguments.loader_arguments(args))
+    plan, options = arguments.open_plan(arguments.loader_arguments(args))
     state, epochs_before = arguments.read_saved_state(args.state, options)
-    plan = open_plan(normalise_sources(sources), options, open_processor(processor)).after(epochs_before)
+    plan = plan.after(epochs_before)
     shape = options.shape(args.world or 1)
     if args.rank is not None and not 0 <= args.rank < shape.world_size:
         raise ConfigError(
             f"there is no rank {args.rank} among {shape.world_size}, so no sample goes to it; ranks count from 0, and "
             f"--world says how many there are"
         )
-    refs = [] if args.key is None else _find(args.key, plan)
+    refs = [] if args.key is None else plan.datasets.find(args.key)
     if args.key is None:
         found = samples_of_step(plan.planner, shape, args.step, rank=args.rank, state=state)
     else:
@@ -67,19 +60,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(lines, num_lost)
     return 0 if lines else 1
-
-
-def _find(name: str, plan: Plan) -> list[Ref]:
-    """Return the samples with that key, or with that id of their own."""
-    from vlm_stream.plan import Ref
-
-    found = [Ref(number, *place) for number, dataset in enumerate(plan.datasets.opened) for place in dataset.find(name)]
-    if not found:
-        raise InputError(
-            f"no source has a sample with the key or the id '{name}'; both are in the ledger and in refs, keys also in "
-            f"the tars, ids in the data that they were made of"
-        )
-    return found
 
 
 def _line(sample: PlannedSample, drawn: Drawn, plan: Plan) -> dict[str, Any]:

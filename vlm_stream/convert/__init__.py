@@ -4,45 +4,18 @@ Enters: records, or tars. Leaves: `shard-*.tar`, an index for each, the ledger a
 here: plans, collation, how a model consumes a sample.
 
 Files, in the order the data meets them: `options`, `job` (which record goes where, and what a restart must know),
-`engines`, `shard_task` (one shard), `media_bytes`, `sample`, `counting`, `tar`, `rows` (the tar and the index),
-`convert` (the whole); `foreign` (tars made elsewhere), `energon` (the datasets of Megatron-Energon), `in_place` (any
-URL becomes an opened dataset); `verify`, `recount`, `precount`, `stats`.
+`engines`, `shard_task` (one shard), `media_bytes`, `web`, `sample`, `counting`, `text_file` (tokens beside the index),
+`tar`, `rows` (the tar and the index), `convert` (the whole); `foreign` (tars made elsewhere), `energon` (datasets of
+Megatron-Energon), `in_place` (any URL becomes an opened dataset); `verify`, `recount`, `precount`, `stats`.
 """
 
-from __future__ import annotations
-
-from vlm_stream.convert.convert import ShardReport, make_shards
+from vlm_stream.convert.alone import user_cache
+from vlm_stream.convert.convert import ShardReport, make_shards, open_input
 from vlm_stream.convert.energon import is_metadataset, open_blends
 from vlm_stream.convert.foreign import IndexOptions, index_tars
-from vlm_stream.convert.in_place import Need, index_urls, open_dataset, user_cache
+from vlm_stream.convert.in_place import Need, index_urls, open_dataset
 from vlm_stream.convert.options import ShardOptions
 from vlm_stream.convert.precount import PrecountReport, precount
 from vlm_stream.convert.recount import GuessFit, RecountReport, fit_guess, recount
-from vlm_stream.convert.stats import DatasetStats, Histogram, dataset_stats
+from vlm_stream.convert.stats import DatasetStats, Histogram, dataset_stats, histogram_of
 from vlm_stream.convert.verify import Problem, VerifyReport, verify_dataset
-
-__all__ = [
-    "DatasetStats",
-    "GuessFit",
-    "Histogram",
-    "IndexOptions",
-    "Need",
-    "PrecountReport",
-    "Problem",
-    "RecountReport",
-    "ShardOptions",
-    "ShardReport",
-    "VerifyReport",
-    "dataset_stats",
-    "fit_guess",
-    "index_tars",
-    "index_urls",
-    "is_metadataset",
-    "make_shards",
-    "open_blends",
-    "open_dataset",
-    "precount",
-    "recount",
-    "user_cache",
-    "verify_dataset",
-]

@@ -8,27 +8,33 @@ Where more records are bad than the budget allows, or not one can be used, there
 finished shards, their notes and the ledger stay, and the same conversion with a higher budget goes on from them.
 """
 
-from __future__ import annotations
-
+import itertools
 import json
 import logging
 import math
 import os
 import shutil
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
+from vlm_stream.convert.alone import alone
 from vlm_stream.convert.counting import open_counter
-from vlm_stream.convert.engines import LocalEngine, RayEngine, choose_workers, num_cores
+from vlm_stream.convert.engines import Engine, LocalEngine, RayEngine, choose_workers, num_cores
 from vlm_stream.convert.job import (
     JOB_FOLDER,
     LEDGER,
+    Ints,
     Job,
+    ShardPart,
+    count_reasons,
     cut_by_bytes,
     cut_by_count,
     find_parts,
@@ -38,6 +44,7 @@ from vlm_stream.convert.job import (
     record_order,
     remove_job,
     save_job,
+    shards_together,
 )
 from vlm_stream.convert.options import ShardOptions
 from vlm_stream.convert.shard_task import (
@@ -48,26 +55,15 @@ from vlm_stream.convert.shard_task import (
     is_local,
     seconds_per_record,
 )
-from vlm_stream.errors import BadBudgetError, ConfigError, SourceError, nearest_name
-from vlm_stream.format import Manifest, ShardList, save_manifest
-from vlm_stream.sources import open_source
-from vlm_stream.storage import open_store
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from vlm_stream.convert.engines import Engine
-    from vlm_stream.convert.job import Ints, ShardPart
-    from vlm_stream.format import Totals
-    from vlm_stream.ledger import BadSample
-    from vlm_stream.sources import RecordSource
-    from vlm_stream.storage import Store
-
-__all__ = ["ShardReport", "make_shards"]
+from vlm_stream.errors import BadBudgetError, ConfigError, SourceError, StorageError, nearest_name
+from vlm_stream.format import Manifest, ShardList, TokenCounting, Totals, save_manifest
+from vlm_stream.ledger import BadSample
+from vlm_stream.sources import RecordSource, open_source
+from vlm_stream.storage import Store, open_store
 
 _LOG = logging.getLogger(__name__)
-_CHUNK: Final = 2000
-"""Records that are measured by one task."""
+_CHUNK: Final = 2000  # records that are measured by one task
+_LOCK: Final = ".convert.lock"  # in a local target while it is written
 _NUM_TOLD: Final = 3
 _KEPT: Final = "kept: "
 
@@ -88,6 +84,8 @@ class ShardReport:
     """Records that are not in the shards, by stage and reason."""
     kept: dict[str, int] = field(default_factory=dict)
     """What was left out of records that are in the shards, by reason (with `on_mismatch="keep"`)."""
+    whole: dict[str, int] = field(default_factory=dict)
+    """Clips of which no table could be made, by reason."""
     ledger: str = ""
     """Where each of them is named."""
     tokens: str = "estimated"
@@ -95,11 +93,9 @@ class ShardReport:
 
     @property
     def num_dropped(self) -> int:
-        """Return how many records were bad."""
         return sum(self.dropped.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
         return asdict(self) | {"num_dropped": self.num_dropped}
 
 
@@ -134,11 +130,26 @@ def make_shards(
             raise ConfigError(f"make_shards has no option '{name}'; {nearest_name(name, known)}")
     options = replace(options or ShardOptions(), **settings)
     store = open_store(os.fspath(out), options.store)
-    source = _open_input(input, options)
+    source = open_input(input, options)
+    if isinstance(input, (str, os.PathLike)):
+        for name, line in getattr(source, "lines", {}).items():
+            _tell(f"{name}: {line}")
     if not len(source):
         raise SourceError(f"{_name(input)} has no records, so there is nothing to convert and nothing was written.")
     counter = open_counter(options.processor, trust_remote_code=options.trust_remote_code)
-    parameters = job_parameters(source, options, counter.note)
+    with alone(store, _LOCK, "converts into", store.root):
+        report = _convert(source, store, options, counter.note, on_part)
+    return replace(report, seconds=round(time.perf_counter() - begin, 3))
+
+
+def _convert(
+    source: RecordSource,
+    store: Store,
+    options: ShardOptions,
+    note: TokenCounting,
+    on_part: Callable[[ShardPart, int], None] | None,
+) -> ShardReport:
+    parameters = job_parameters(source, options, note)
     manifest = open_target(store, options, parameters)
     if manifest is not None:
         _LOG.warning(
@@ -147,13 +158,15 @@ def make_shards(
             store.root,
             options.say("overwrite", True),
         )
-        return _report(store, manifest, len(source), len(manifest.shards), begin)
+        with suppress(StorageError):  # a kill behind the manifest leaves it; a target may be read-only by now
+            _clean_up(store)
+        return _report(store, manifest, len(source), len(manifest.shards))
     context = ShardContext(
         source=source,
         out=store.root,
         processor=options.processor,
         trust_remote_code=options.trust_remote_code,
-        confine_media=options.confine_media,
+        media=options.media_rules,
         exif_rotate=options.exif_rotate,
         store=options.store,
     )
@@ -163,17 +176,23 @@ def make_shards(
     save_job(store, job)
     parts = find_parts(store, job)
     num_kept = len(parts)
-    coming = engine.run(context, _missing_tasks(job, order, parts))
-    budget = _Budget(store, options, job, parts)
-    budget.check()
+    tasks = _missing_tasks(source, job, order, parts, engine.workers)
+    coming = itertools.chain.from_iterable(engine.run(context, tasks))
+    num_records = int(job.borders[-1])
+    most_bad, num_bad = options.most_bad(num_records), sum(map(_num_bad, parts.values()))
+    if num_bad > most_bad:
+        _refuse(store, options, job, parts)
     for part in flush_in_background(store.root, coming, kept=tuple(parts)) if is_local(store) else coming:
         parts[part.number] = part
         if on_part is not None:
             on_part(part, job.num_shards - num_kept)
-        budget.check(part)
-    budget.check_any()
-    manifest = _finish(store, job, parts, replace(Manifest(shards=ShardList.of(())), tokens=counter.note))
-    report = _report(store, manifest, len(source), num_kept, begin)
+        num_bad += _num_bad(part)
+        if num_bad > most_bad:  # long before the last shard, perhaps
+            _refuse(store, options, job, parts)
+    if num_bad == num_records:  # of no use, whatever the budget
+        _refuse(store, options, job, parts)
+    manifest = _finish(store, job, parts, replace(Manifest(shards=ShardList.of(())), tokens=note))
+    report = _report(store, manifest, len(source), num_kept)
     _say(report)
     return report
 
@@ -182,7 +201,8 @@ def _name(given: str | os.PathLike[str] | RecordSource) -> str:
     return os.fspath(given) if isinstance(given, (str, os.PathLike)) else f"the source '{given.name}'"
 
 
-def _open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOptions) -> RecordSource:
+def open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOptions) -> RecordSource:
+    """Return the records of an input, read as the options say."""
     if not isinstance(given, (str, os.PathLike)):
         if not all(hasattr(given, name) for name in ("name", "__len__", "read")):
             raise ConfigError(
@@ -200,6 +220,14 @@ def _open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOpti
         media_first=options.media_first or None,
         store=options.store,
     )
+
+
+def _tell(line: str) -> None:
+    """Say what is no warning, and to be seen: in the log where that takes it, else on standard error."""
+    if _LOG.isEnabledFor(logging.INFO):
+        _LOG.info(line)
+    else:
+        sys.stderr.write(f"{line}\n")
 
 
 def _open_engine(context: ShardContext, options: ShardOptions) -> Engine:
@@ -221,65 +249,52 @@ def _cut(source: RecordSource, order: Ints, options: ShardOptions, engine: Engin
     if options.max_shard_bytes is None:
         return cut_by_count(len(order), options.samples_per_shard)
     sizes = np.zeros(len(source), dtype=np.int64)  # [records]
-    sizer = RecordSizer(source, options.store, _CHUNK)
+    sizer = RecordSizer(source, options.store, _CHUNK, options.media_rules)
     for begin, chunk in engine.run(sizer, range(0, len(source), _CHUNK)):
         sizes[begin : begin + len(chunk)] = chunk
     return cut_by_bytes(sizes[order], options.samples_per_shard, options.max_shard_bytes)
 
 
-def _missing_tasks(job: Job, order: Ints, parts: dict[int, ShardPart]) -> Iterator[ShardTask]:
-    for number in range(job.num_shards):
-        if number not in parts:
-            yield ShardTask(number, order[job.borders[number] : job.borders[number + 1]])
+def _missing_tasks(
+    source: RecordSource, job: Job, order: Ints, parts: dict[int, ShardPart], workers: int
+) -> list[tuple[ShardTask, ...]]:
+    """Return the shards to be written; together those that one of several processes writes after each other."""
+    missing = [number for number in range(job.num_shards) if number not in parts]
+    tasks = [ShardTask(number, order[job.borders[number] : job.borders[number + 1]]) for number in missing]
+    ends = getattr(source, "block_ends", None)
+    if ends is None or workers == 1:
+        return [(task,) for task in tasks]
+    blocks = np.searchsorted(ends, order[job.borders[missing]], side="right").tolist()
+    return [tuple(tasks[run.start : run.stop]) for run in shards_together(blocks, workers)]
 
 
-class _Budget:
-    """Ends a conversion once more records are bad than may be: that can be known long before the last one."""
-
-    def __init__(self, store: Store, options: ShardOptions, job: Job, parts: dict[int, ShardPart]) -> None:
-        self._store, self._options, self._parts = store, options, parts
-        self._num_records = int(job.borders[-1])
-        self._borders = job.borders
-        self._num_bad = sum(map(_num_bad, parts.values()))
-
-    def check(self, part: ShardPart | None = None) -> None:
-        """Add a shard to those that were there; raise `BadBudgetError` if that is too much."""
-        self._num_bad += 0 if part is None else _num_bad(part)
-        if self._num_bad > self._options.most_bad(self._num_records):
-            self._refuse()
-
-    def check_any(self) -> None:
-        """Raise `BadBudgetError` if not one record can be used, whatever the budget."""
-        if self._num_bad == self._num_records:
-            self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        """Write the ledger and say what was bad, with an example of each of the first reasons."""
-        options, num_bad = self._options, self._num_bad
-        save_ledger(self._store, self._parts.values())
-        bads = [bad for number in sorted(self._parts) for bad in self._parts[number].bad if bad.stage != "kept"]
-        counts = Counter((bad.stage, bad.reason) for bad in bads)
-        firsts = {(bad.stage, bad.reason): bad for bad in reversed(bads)}
-        told = sorted(firsts.items(), key=lambda each: -counts[each[0]])
-        examples = "".join(f"\n  {counts[reason]:,} x {bad.reason}, first {bad}" for reason, bad in told[:_NUM_TOLD])
-        more = f"\n  and {len(told) - _NUM_TOLD} more reasons" if len(told) > _NUM_TOLD else ""
-        num_seen = sum(int(np.diff(self._borders)[number]) for number in self._parts)
-        seen = f"of the {num_seen:,} records looked at" if num_seen < self._num_records else f"of {num_seen:,} records"
-        limit, way = "and a dataset without samples is of no use", ""
-        if num_bad < self._num_records:
-            limit = f"more than {options.say('bad_budget')} allows ({options.bad_budget:.2%} of {self._num_records:,})"
-        if num_bad < num_seen:
-            enough = min(math.ceil(100 * num_bad / num_seen + 1) / 100, 1)
-            way = (
-                f" If the others are enough, convert again with {options.say('bad_budget', enough)} (1: any number may "
-                f"be bad): finished shards are kept, and not written twice."
-            )
-        raise BadBudgetError(
-            f"{num_bad:,} {seen} cannot be used, {limit}, so no dataset was written:{examples}{more}\n"
-            f"Each is named in {self._store.url(LEDGER)}. Mend the data or the options that describe it "
-            f"({', '.join(map(options.say, ('columns', 'tags', 'media_dir')))}) and start again with "
-            f"{options.say('overwrite', True)}.{way}"
+def _refuse(store: Store, options: ShardOptions, job: Job, parts: dict[int, ShardPart]) -> NoReturn:
+    """Write the ledger and say what was bad, with an example of each of the first reasons."""
+    save_ledger(store, parts.values())
+    bads = [bad for number in sorted(parts) for bad in parts[number].bad if bad.stage != "kept"]
+    num_records, num_bad = int(job.borders[-1]), len(bads)
+    counts = Counter((bad.stage, bad.reason) for bad in bads)
+    firsts = {(bad.stage, bad.reason): bad for bad in reversed(bads)}
+    told = sorted(firsts.items(), key=lambda each: -counts[each[0]])
+    examples = "".join(f"\n  {counts[reason]:,} x {bad.reason}, first {bad}" for reason, bad in told[:_NUM_TOLD])
+    more = f"\n  and {len(told) - _NUM_TOLD} more reasons" if len(told) > _NUM_TOLD else ""
+    num_seen = sum(int(np.diff(job.borders)[number]) for number in parts)
+    seen = f"of the {num_seen:,} records looked at" if num_seen < num_records else f"of {num_seen:,} records"
+    limit, way = "and a dataset without samples is of no use", ""
+    if num_bad < num_records:
+        limit = f"more than {options.say('bad_budget')} allows ({options.bad_budget:.2%} of {num_records:,})"
+    if num_bad < num_seen:
+        enough = min(math.ceil(100 * num_bad / num_seen + 1) / 100, 1)
+        way = (
+            f" If the others are enough, convert again with {options.say('bad_budget', enough)} (1: any number may "
+            f"be bad): finished shards are kept, and not written twice."
         )
+    raise BadBudgetError(
+        f"{num_bad:,} {seen} cannot be used, {limit}, so no dataset was written:{examples}{more}\n"
+        f"Each is named in {store.url(LEDGER)}. Mend the data or the options that describe it "
+        f"({', '.join(map(options.say, ('columns', 'tags', 'media_dir')))}) and start again with "
+        f"{options.say('overwrite', True)}.{way}"
+    )
 
 
 def _num_bad(part: ShardPart) -> int:
@@ -296,19 +311,23 @@ def _finish(store: Store, job: Job, parts: dict[int, ShardPart], manifest: Manif
     """Write ledger and manifest, and forget the job."""
     ordered = [parts[number] for number in range(job.num_shards)]
     save_ledger(store, ordered)
-    dropped = Counter(f"{bad.stage}: {bad.reason}" for part in ordered for bad in part.bad)
     manifest = replace(
         manifest,
         shards=ShardList.of(part.entry for part in ordered),
-        dropped=dict(sorted(dropped.items())),
+        **count_reasons(ordered),
         home="" if is_local(store) else store.root,
         job=json.dumps(job.parameters, sort_keys=True),
     )
     save_manifest(store, manifest)
+    _clean_up(store)
+    return manifest
+
+
+def _clean_up(store: Store) -> None:
+    """Forget the job of a finished dataset, and what killed writers have left."""
     remove_job(store)
     if is_local(store):
         _sweep(Path(store.root))
-    return manifest
 
 
 def _sweep(folder: Path) -> None:
@@ -318,7 +337,7 @@ def _sweep(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _report(store: Store, manifest: Manifest, num_records: int, num_kept: int, begin: float) -> ShardReport:
+def _report(store: Store, manifest: Manifest, num_records: int, num_kept: int) -> ShardReport:
     return ShardReport(
         out=store.root,
         digest=manifest.digest,
@@ -328,9 +347,9 @@ def _report(store: Store, manifest: Manifest, num_records: int, num_kept: int, b
         totals=manifest.totals,
         dropped={reason: n for reason, n in manifest.dropped.items() if not reason.startswith(_KEPT)},
         kept={reason.removeprefix(_KEPT): n for reason, n in manifest.dropped.items() if reason.startswith(_KEPT)},
+        whole=manifest.whole,
         ledger=store.url(LEDGER),
         tokens=manifest.tokens.kind,
-        seconds=round(time.perf_counter() - begin, 3),
     )
 
 

@@ -7,26 +7,42 @@ for the manifest of how they came about. A processor is loaded once per process.
 `tokens`.
 """
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from vlm_stream.conversation import given_tokens, iter_media
+from vlm_stream.conversation import Conversation, given_tokens, iter_media
 from vlm_stream.convert.rows import SampleCounts
+from vlm_stream.encode import Rendered, Steps, TypedMarkers, inject_fake_image, kept_text_key, pack_text
 from vlm_stream.errors import BadSampleError, ConfigError, blame_sample
 from vlm_stream.format import TokenCounting
+from vlm_stream.keys import FAKE_IMAGE_SIZE, IGNORE
 from vlm_stream.processors import load_processor, open_processor
-from vlm_stream.tokens import Geometry, TextCounter, check_media_sizes, guess_text_tokens, template_digest
+from vlm_stream.tokens import (
+    Geometry,
+    ImageSize,
+    MediaSizes,
+    TextCounter,
+    check_media_sizes,
+    count_tokens,
+    guess_text_tokens,
+    make_columns,
+    repeats_one_token,
+    template_digest,
+)
 
-if TYPE_CHECKING:
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.encode import Rendered, TypedMarkers
-    from vlm_stream.tokens import MediaSizes
+Ints = npt.NDArray[np.int64]
 
-__all__ = ["EstimatingCounter", "ExactCounter", "SampleCounter", "open_counter"]
+
+class Counted(NamedTuple):
+    """What was learned of a sample's text."""
+
+    counts: SampleCounts
+    tokens: dict[str, Any] | None = None  # a JSON value, kept beside the conversation; None: training tokenises it
 
 
 class SampleCounter(Protocol):
@@ -35,32 +51,28 @@ class SampleCounter(Protocol):
     @property
     def note(self) -> TokenCounting:
         """Return how the counts come about."""
-        ...
 
     def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> SampleCounts:
         """Return the tokens of one sample without its media, one for every media placeholder, and its labels.
 
-        Args:
-            conversation: The sample.
-            sizes: Of its media.
-            known: What the record itself says of its text tokens, if anything.
-
-        Raises:
-            BadSampleError: The processor would refuse the sample.
+        `known` is what the record itself says of its text tokens, if anything.
         """
-        ...
+
+    def count_and_keep(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> Counted:
+        """Return the counts, and the tokens themselves where training can use them."""
+
+    def remember_in(self, folder: Path) -> None:
+        """Keep what is measured in a folder, for the other processes of this job and for who plans later."""
 
 
 class EstimatingCounter:
     """A third of the characters; a count that the record brings along goes before that."""
 
     def __init__(self) -> None:
-        """Know only the limits that are common to all processors."""
         self._geometry = Geometry.unknown()
 
     @property
     def note(self) -> TokenCounting:
-        """Return that counts are estimates."""
         return TokenCounting(kind="estimated")
 
     def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> SampleCounts:
@@ -70,6 +82,13 @@ class EstimatingCounter:
             return SampleCounts(given + sum(1 for _ in iter_media(conversation)))
         return SampleCounts(guess_text_tokens(conversation))
 
+    def count_and_keep(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> Counted:
+        """Return the counts alone."""
+        return Counted(self.count(conversation, sizes, known))
+
+    def remember_in(self, folder: Path) -> None:
+        """Keep nothing: nothing is measured."""
+
 
 class ExactCounter:
     """The rendered chat template of one processor, tokenised and labelled.
@@ -78,31 +97,49 @@ class ExactCounter:
     the others are no labels, and special tokens split a text before any merging, so they change nothing else.
     """
 
-    def __init__(self, name: str, processor: Any) -> None:
-        """Learn how the processor writes, how answers are found in that, and what media it takes."""
+    def __init__(self, name: str, processor: Any, steps: Steps | None = None) -> None:
+        """Learn how the processor writes, how answers are found in that, and what media it takes.
+
+        `name` is for the note. Samples are encoded by `steps`, by those of the processor's family where none are given.
+        """
+        from vlm_stream.collate import family_of
         from vlm_stream.encode import EncodeConfig, Encoder
 
+        steps = family_of(processor, encodes=True).steps_for(processor) if steps is None else steps
         self._counter = TextCounter(processor)
-        self._encoder = Encoder(processor, EncodeConfig(allow_unlabelled=True))
+        self._encoder = Encoder(processor, EncodeConfig(allow_unlabelled=True), steps)
         self._name = name
+        self._is_encoded = steps.changes_text
+        """Whether the family writes otherwise than by its chat template, so that only encoding tells."""
 
     @property
     def note(self) -> TokenCounting:
-        """Return which processor counts."""
         import transformers
 
         processor = self._counter.processor
         return TokenCounting(
-            kind="exact" if self._counter.geometry.is_exact else "estimated",
+            kind="exact" if self._is_encoded or self._counter.geometry.is_exact else "estimated",
             processor=self._name,
             processor_class=type(processor).__name__,
-            template_sha256=template_digest(processor),
+            template_sha256=self._template_sha256,
             library=f"transformers {transformers.__version__}",
             geometry=self._counter.geometry.to_json(),
         )
 
-    def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> SampleCounts:  # noqa: ARG002
+    def remember_in(self, folder: Path) -> None:
+        """Keep what the processor answers of media in a folder, as a plan over the dataset will look for it."""
+        self._counter.geometry.remember_in([folder])
+
+    @cached_property
+    def _template_sha256(self) -> str:
+        return template_digest(self._counter.processor)
+
+    def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> SampleCounts:
         """Return the exact counts; labels are unknown where an answer holds media."""
+        return self.count_and_keep(conversation, sizes, known).counts
+
+    def count_and_keep(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> Counted:  # noqa: ARG002
+        """Return the exact counts, and the tokens of samples without media or with images only."""
         check_media_sizes(sizes, self._counter.geometry)
         try:
             return self._count(conversation, sizes)
@@ -110,33 +147,61 @@ class ExactCounter:
             fact = f"{type(self._counter.processor).__name__} refused the sample"
             raise blame_sample(error, "convert", "processor_error", fact) from error
 
-    def _count(self, conversation: Conversation, sizes: MediaSizes) -> SampleCounts:
+    def _count(self, conversation: Conversation, sizes: MediaSizes) -> Counted:
+        if self._is_encoded:
+            return Counted(self._encode(conversation, sizes))
         try:
             rendered, markers = self._encoder.render(conversation)
         except BadSampleError:  # it will be a hole
-            return SampleCounts(self._counter.count(conversation, sizes), 0)
+            return Counted(SampleCounts(self._counter.count(conversation, sizes), 0))
         ids, surplus = self._counter.encode(rendered.text, sizes)
         try:
-            counts = self._count_labels(conversation, rendered, markers, ids)
+            row, labels = self._place_labels(conversation, rendered, markers, ids)
         except BadSampleError:  # likewise
-            counts = SampleCounts(len(ids), 0)
-        return counts._replace(text_tokens=max(counts.text_tokens - surplus, 0))
+            return Counted(SampleCounts(max(len(ids) - surplus, 0), 0))
+        if labels is None:
+            return Counted(SampleCounts(max(len(row) - surplus, 0)))
+        # Nothing comes before the first token, so no loss learns it.
+        counts = SampleCounts(max(len(row) - surplus, 0), int(np.count_nonzero(labels[1:] != IGNORE)))
+        is_one_run = repeats_one_token(self._counter.geometry.image)
+        if surplus or sizes.videos or sizes.audios or (sizes.images and not is_one_run):
+            return Counted(counts)
+        faked = None if sizes.images or not is_one_run else self._with_fake(conversation)
+        return Counted(counts, pack_text(kept_text_key(self._template_sha256), row, labels, faked))
 
-    def _count_labels(
+    def _with_fake(self, conversation: Conversation) -> tuple[Ints, Ints] | None:
+        """Return ids and labels of a text with the image that stands for none, as recipes may want it."""
+        height, width = FAKE_IMAGE_SIZE
+        conversation = inject_fake_image(conversation)
+        try:
+            rendered, markers = self._encoder.render(conversation)
+            ids, _ = self._counter.encode(rendered.text, MediaSizes(images=(ImageSize(height=height, width=width),)))
+            row, labels = self._place_labels(conversation, rendered, markers, ids)
+        except Exception:  # it can be trained on without that image, and with it is encoded in full
+            return None
+        return None if labels is None else (row, labels)
+
+    def _encode(self, conversation: Conversation, sizes: MediaSizes) -> SampleCounts:
+        try:
+            sample = self._encoder.encode_blank(conversation, sizes)
+        except BadSampleError:  # it will be a hole
+            return SampleCounts(guess_text_tokens(conversation), 0)
+        media = int(count_tokens(make_columns([sizes], [0]), self._counter.geometry).tokens[0])
+        num_labels = int(np.count_nonzero(sample["labels"].numpy()[1:] != IGNORE))
+        return SampleCounts(max(len(sample["input_ids"]) - media, 0), num_labels)
+
+    def _place_labels(
         self, conversation: Conversation, rendered: Rendered, markers: TypedMarkers | None, ids: list[int]
-    ) -> SampleCounts:
+    ) -> tuple[Ints, Ints | None]:
+        """Return ids and labels of the text; no labels where an answer holds media."""
         import torch
-
-        from vlm_stream.encode import IGNORE
 
         row = torch.from_numpy(np.array(ids, dtype=np.int64))  # quicker than torch is with a list
         if markers is not None:
             row = self._encoder.splice({"input_ids": row}, rendered, markers)["input_ids"]
         if any(message.get("role") == "assistant" and any(iter_media([message])) for message in conversation):
-            return SampleCounts(len(row))
-        labels = self._encoder.label(conversation, rendered, row)
-        # Nothing comes before the first token, so no loss learns it.
-        return SampleCounts(len(row), int(np.count_nonzero(labels.numpy()[1:] != IGNORE)))
+            return row.numpy(), None
+        return row.numpy(), self._encoder.label(conversation, rendered, row).numpy()
 
 
 _opened: dict[Any, tuple[Any, SampleCounter]] = {}
@@ -144,11 +209,7 @@ _opened: dict[Any, tuple[Any, SampleCounter]] = {}
 
 
 def open_counter(processor: Any, *, trust_remote_code: bool = False) -> SampleCounter:
-    """Return the counter for a processor, or for the name or path of one, loaded once per process.
-
-    Raises:
-        ConfigError: There is no such processor.
-    """
+    """Return the counter for a processor, or for the name or path of one, loaded once per process."""
     if processor is None:
         return EstimatingCounter()
     is_name = isinstance(processor, (str, os.PathLike))

@@ -6,30 +6,39 @@ with a field map, or a list of such datasets with weights. Code that a dataset b
 that needs it is refused.
 """
 
-from __future__ import annotations
-
 import json
 import posixpath
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from vlm_stream.errors import ConfigError, DatasetError, NotFoundError, nearest_name
 from vlm_stream.format import DEFAULT_PROMPTS, SAMPLE_FIELDS, FieldMap
-from vlm_stream.storage import join_url, open_store, scheme_of, split_url
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from vlm_stream.recipe import SourceOptions
-    from vlm_stream.storage import Store, StoreOptions
-
-__all__ = ["EnergonPart", "is_energon", "is_metadataset", "open_blends", "read_energon", "split_fragment"]
+from vlm_stream.recipe import SourceOptions
+from vlm_stream.storage import (
+    Store,
+    StoreOptions,
+    expand_braces,
+    host_of,
+    is_under,
+    join_url,
+    names_tars,
+    open_store,
+    scheme_of,
+    split_url,
+)
 
 _META: Final = ".nv-meta"
 _INFO: Final = (f"{_META}/.info.json", f"{_META}/.info.yaml")
 _CRUDE: Final = ("CrudeWebdataset", "CrudeSample")
 _MAX_DEPTH: Final = 16
+_MAX_FILES: Final = 1000
+_MAX_NESTED: Final = 64
+_MAX_VALUES: Final = 1 << 22
+_MAX_NAMES: Final = 1 << 22
+_MOST: Final = 1e12
+"""Of a weight, or of repetitions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +78,14 @@ def is_energon(store: Store) -> bool:
 
 
 def read_energon(store: Store, split: str, settings: Mapping[str, str], *, as_bytes: bool = False) -> EnergonPart:
-    """Return what a split of an Energon dataset is.
+    """Return what a split of an Energon dataset is (`train` by default).
 
-    Args:
-        store: The dataset's folder.
-        split: Its name; empty: `train`.
-        settings: Other files of `.nv-meta/`, and subflavors from outside as JSON.
-        as_bytes: Samples are to be handed out as they lie, so their type does not matter.
-
-    Raises:
-        ConfigError: There is no such split, or samples are read by code, or are of a type that is not known.
-        DatasetError: A file of `.nv-meta/` cannot be read.
+    `settings` name other files of `.nv-meta/`, and subflavors from outside as JSON. Where samples are handed out as
+    bytes their type does not matter.
     """
     splits_file = settings.get("split_config", "split.yaml")
     splits = _read_yaml(store, f"{_META}/{splits_file}", f"{_META}/split.json")
-    parts = splits.get("split_parts") or {}
+    parts = _mapping(splits.get("split_parts"), "split_parts", store.root)
     split = split or "train"
     if not parts.get(split):
         raise ConfigError(
@@ -91,13 +93,13 @@ def read_energon(store: Store, split: str, settings: Mapping[str, str], *, as_by
             f"its splits are {', '.join(name for name, tars in parts.items() if tars) or 'empty'}: name one as "
             f"{store.root}#{next((name for name, tars in parts.items() if tars), 'train')}"
         )
-    excluded = set(_expand(splits.get("exclude") or ()))
-    names = tuple(name for name in _expand(parts[split]) if name not in excluded)
+    excluded = set(_expand(splits.get("exclude"), "exclude", store.root))
+    names = tuple(name for name in _expand(parts[split], split, store.root) if name not in excluded)
     config = _read_yaml(store, f"{_META}/{settings.get('dataset_config', 'dataset.yaml')}", missing_ok=True)
-    subflavors = dict(config.get("subflavors") or {})
+    subflavors = _mapping(config.get("subflavors"), "subflavors", store.root)
     if config.get("subflavor") is not None:
         subflavors.setdefault("__subflavor__", config["subflavor"])
-    subflavors |= json.loads(settings.get("subflavors", "{}"))
+    subflavors = _as_json(subflavors | _given_subflavors(settings, store.root), store.root)
     fields = None if as_bytes else _read_fields(store.root, config)
     return EnergonPart(names, frozenset(name for name in excluded if not name.endswith(".tar")), fields, subflavors)
 
@@ -143,9 +145,6 @@ def open_blends(sources: Sequence[SourceOptions], options: StoreOptions | None) 
     """Return the sources with every metadataset replaced by what it blends.
 
     `blend` gives weights, `blend_epochized` repetitions (`sample_ratio`).
-
-    Raises:
-        ConfigError: A metadataset holds what cannot be mixed here: `join`, `subset`, `aux`.
     """
     found: list[SourceOptions] = []
     for source in sources:
@@ -153,8 +152,8 @@ def open_blends(sources: Sequence[SourceOptions], options: StoreOptions | None) 
             found.append(source)
             continue
         base, split, settings = split_fragment(source.url)
-        leaves = _read_blend(base, split or "train", json.loads(settings.get("subflavors", "{}")), options)
-        found += _to_sources(source, leaves)
+        blend = _Blend(base, split or "train", _given_subflavors(settings, source.url), options)
+        found += _to_sources(source, blend.read())
     return tuple(found)
 
 
@@ -162,8 +161,7 @@ def open_blends(sources: Sequence[SourceOptions], options: StoreOptions | None) 
 class _Leaf:
     """One dataset of a blend."""
 
-    path: str
-    """As it is written."""
+    path: str  # as it is written
     url: str
     weight: float | None = None
     repetitions: float | None = None
@@ -191,99 +189,122 @@ def _to_sources(source: SourceOptions, leaves: Sequence[_Leaf]) -> list[SourceOp
     return found
 
 
-def _read_blend(
-    url: str, split: str, subflavors: dict[str, Any], options: StoreOptions | None, depth: int = 0
-) -> list[_Leaf]:
-    """Return the datasets of a metadataset's split."""
-    if depth > _MAX_DEPTH:
-        raise ConfigError(f"{url} is nested {depth} metadatasets deep: one of them holds itself, so it has no end.")
-    root, name = split_url(url)
-    data = _read_yaml(open_store(root, options), name)
-    splits = data.get("splits")
-    if not str(data.get("__class__", "Metadataset")).startswith("Metadataset") or not isinstance(splits, dict):
-        raise ConfigError(
-            f"{url} is no metadataset of Energon (it has no 'splits'), so there is nothing to blend; a recipe of this "
-            f"package is read by StreamLoader.from_config or --config"
-        )
-    if split not in splits:
-        raise ConfigError(f"the metadataset {url} has no split '{split}'; {nearest_name(split, splits)}")
-    return _read_node(url, splits[split], split, subflavors, options, depth)
+@dataclass(frozen=True, slots=True)
+class _Blend:
+    """A split of a metadataset; what is below it sees the subflavors and the split of what is above."""
 
+    url: str
+    split: str
+    subflavors: dict[str, Any]
+    options: StoreOptions | None
+    depth: int = 0
+    read_files: list[str] = field(default_factory=list)
+    """Metadatasets that were read, of the whole tree."""
 
-def _read_node(
-    url: str, node: Any, split: str, subflavors: dict[str, Any], options: StoreOptions | None, depth: int
-) -> list[_Leaf]:
-    """Return the datasets below one node of a metadataset."""
-    if not isinstance(node, dict):
-        raise ConfigError(f"the metadataset {url} has {type(node).__name__} where a dataset or a blend belongs.")
-    for key, instead in (
-        ("join", "convert the joined samples with vlm-stream make-shards"),
-        ("subset", "list the tars themselves: DIR/{000..063}.tar"),
-        ("aux", "put the media into the tars"),
-    ):
-        if node.get(key) is not None:
+    def read(self) -> list[_Leaf]:
+        """Return its datasets."""
+        url = self.url
+        if self.depth > _MAX_DEPTH:
             raise ConfigError(
-                f"the metadataset {url} has '{key}', which only Energon itself can follow, so it cannot be used as it "
-                f"is; {instead}, and blend those"
+                f"{url} is nested {self.depth} metadatasets deep: one of them holds itself, so it has no end."
             )
-    subflavors = dict(node.get("subflavors") or {}) | subflavors
-    for key, number in (("blend", "weight"), ("datasets", "weight"), ("blend_epochized", "repetitions")):
-        entries = node.get(key)
-        if entries is not None:
-            return _mix(url, entries, number, split, subflavors, options, depth)
-    if not isinstance(node.get("path"), str):
-        raise ConfigError(f"the metadataset {url} has an entry without path, blend or blend_epochized: {node!r:.120}")
-    return _read_path(url, node, node.get("split_part") or split, subflavors, options, depth)
+        self.read_files.append(url)
+        if len(self.read_files) > _MAX_FILES:
+            raise ConfigError(
+                f"{self.read_files[0]} blends more than {_MAX_FILES} metadatasets, or one of them again and again, so "
+                f"it cannot be used; name its datasets themselves."
+            )
+        root, name = split_url(url)
+        data = _read_yaml(open_store(root, self.options), name)
+        splits = data.get("splits")
+        if not str(data.get("__class__", "Metadataset")).startswith("Metadataset") or not isinstance(splits, dict):
+            raise ConfigError(
+                f"{url} is no metadataset of Energon (it has no 'splits'), so there is nothing to blend; a recipe of "
+                f"this package is read by StreamLoader.from_config or --config"
+            )
+        if self.split not in splits:
+            raise ConfigError(
+                f"the metadataset {url} has no split '{self.split}'; {nearest_name(self.split, map(str, splits))}"
+            )
+        return self._node(splits[self.split])
 
-
-def _mix(
-    url: str,
-    entries: Any,
-    number: str,
-    split: str,
-    subflavors: dict[str, Any],
-    options: StoreOptions | None,
-    depth: int,
-) -> list[_Leaf]:
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"the metadataset {url} has an empty blend, so there is nothing to stream.")
-    factors = [entry.get(number, 1.0) if isinstance(entry, dict) else None for entry in entries]
-    if not all(isinstance(factor, int | float) and factor >= 0 for factor in factors) or not any(factors):
-        raise ConfigError(
-            f"the metadataset {url} has a blend whose {number} are {factors!r:.120}, not numbers above 0."
-        )
-    total = sum(float(factor or 0) for factor in factors)
-    found = []
-    for entry, factor in zip(entries, factors, strict=True):
-        if not factor:
-            continue  # Energon never draws it either
-        for leaf in _read_node(url, entry, split, subflavors, options, depth):
-            if (leaf.repetitions if number == "weight" else leaf.weight) is not None:
+    def _node(self, node: Any) -> list[_Leaf]:
+        """Return the datasets below one node."""
+        url = self.url
+        if not isinstance(node, dict):
+            raise ConfigError(f"the metadataset {url} has {type(node).__name__} where a dataset or a blend belongs.")
+        for key, instead in (
+            ("join", "convert the joined samples with vlm-stream make-shards"),
+            ("subset", "list the tars themselves: DIR/{000..063}.tar"),
+            ("aux", "put the media into the tars"),
+        ):
+            if node.get(key) is not None:
                 raise ConfigError(
-                    f"the metadataset {url} has blend and blend_epochized inside one another, so there is no one "
-                    f"meaning of its shares; use one of them throughout"
+                    f"the metadataset {url} has '{key}', which only Energon itself can follow, so it cannot be used as "
+                    f"it is; {instead}, and blend those"
                 )
-            share = factor / total if number == "weight" else factor
-            found.append(replace(leaf, **{number: share * (getattr(leaf, number) or 1.0)}))
-    return found
+        below = replace(self, subflavors=_mapping(node.get("subflavors"), "subflavors", url) | self.subflavors)
+        for key, number in (("blend", "weight"), ("datasets", "weight"), ("blend_epochized", "repetitions")):
+            if node.get(key) is not None:
+                return below._mix(node[key], number)
+        if not isinstance(node.get("path"), str):
+            raise ConfigError(
+                f"the metadataset {url} has an entry without path, blend or blend_epochized: {node!r:.120}"
+            )
+        return replace(below, split=str(node.get("split_part") or self.split))._path(node)
 
+    def _mix(self, entries: Any, number: str) -> list[_Leaf]:
+        url = self.url
+        if not isinstance(entries, list) or not entries:
+            raise ConfigError(f"the metadataset {url} has an empty blend, so there is nothing to stream.")
+        factors = [entry.get(number, 1.0) if isinstance(entry, dict) else None for entry in entries]
+        is_number = [isinstance(factor, int | float) and 0 <= factor <= _MOST for factor in factors]
+        if not all(is_number) or not any(factors):
+            raise ConfigError(
+                f"the metadataset {url} has a blend whose {number} are {factors!r:.120}, not numbers above 0."
+            )
+        total = sum(float(factor or 0) for factor in factors)
+        found = []
+        for entry, factor in zip(entries, factors, strict=True):
+            if not factor:
+                continue  # Energon never draws it either
+            for leaf in self._node(entry):
+                if (leaf.repetitions if number == "weight" else leaf.weight) is not None:
+                    raise ConfigError(
+                        f"the metadataset {url} has blend and blend_epochized inside one another, so there is no one "
+                        f"meaning of its shares; use one of them throughout"
+                    )
+                share = factor / total if number == "weight" else factor
+                found.append(replace(leaf, **{number: share * (getattr(leaf, number) or 1.0)}))
+        return found
 
-def _read_path(
-    url: str, node: dict[str, Any], split: str, subflavors: dict[str, Any], options: StoreOptions | None, depth: int
-) -> list[_Leaf]:
-    path = node["path"]
-    if path.endswith(".jsonl"):
-        raise ConfigError(
-            f"the metadataset {url} blends {path}, whose records lie outside of tars, so it cannot be streamed as it "
-            f"is; convert it with vlm-stream make-shards, and name the result"
-        )
-    place = _resolve(split_url(url)[0], path)
-    if path.endswith((".yaml", ".yml")):
-        return _read_blend(place, split, subflavors, options, depth + 1)
-    settings = {key: str(node[key]) for key in ("split_config", "dataset_config") if node.get(key)}
-    if subflavors:
-        settings["subflavors"] = quote(json.dumps(subflavors, sort_keys=True))
-    return [_Leaf(path, f"{place}#{';'.join([split, *(f'{key}={value}' for key, value in settings.items())])}")]
+    def _path(self, node: dict[str, Any]) -> list[_Leaf]:
+        path = node["path"]
+        if names_tars(path) or "#" in path or not path.isprintable():
+            raise ConfigError(
+                f"the metadataset {self.url} blends {path!r:.200}, which is not the folder of a dataset or another "
+                f"metadataset; tars and patterns are sources of their own: name them beside it."
+            )
+        if path.endswith(".jsonl"):
+            raise ConfigError(
+                f"the metadataset {self.url} blends {path}, whose records lie outside of tars, so it cannot be "
+                f"streamed as it is; convert it with vlm-stream make-shards, and name the result"
+            )
+        place = _resolve(split_url(self.url)[0], path)
+        named = self.options.tars if self.options else ()
+        if host_of(place) != host_of(self.url) and not any(is_under(place, each) for each in named):
+            raise DatasetError(
+                f"the metadataset {self.url} blends {place!r:.500}, which is on another host or in another bucket; "
+                f"whoever wrote it could send you to any host with your credentials, so nothing is read there. If you "
+                f"know that place, name it with --tars URL (tars of the store's options)"
+            )
+        if path.endswith((".yaml", ".yml")):
+            return replace(self, url=place, depth=self.depth + 1).read()
+        settings = {key: str(node[key]) for key in ("split_config", "dataset_config") if node.get(key)}
+        if self.subflavors:
+            settings["subflavors"] = quote(json.dumps(_as_json(self.subflavors, self.url), sort_keys=True))
+        fragment = ";".join([self.split, *(f"{key}={value}" for key, value in settings.items())])
+        return [_Leaf(path, f"{place}#{fragment}")]
 
 
 def _resolve(root: str, path: str) -> str:
@@ -294,10 +315,53 @@ def _resolve(root: str, path: str) -> str:
     return prefix + sign + posixpath.normpath(rest)
 
 
-def _expand(patterns: Sequence[str]) -> list[str]:
-    from braceexpand import braceexpand
+def _expand(patterns: Any, what: str, where: str) -> list[str]:
+    """Return the names that a list of patterns stands for."""
+    if not isinstance(patterns, list | None) or not all(isinstance(pattern, str) for pattern in patterns or ()):
+        raise DatasetError(f"{where} has under '{what}' what is no list of names: {patterns!r:.120}")
+    names: list[str] = []
+    for pattern in patterns or ():
+        names += expand_braces(pattern)
+        if len(names) > _MAX_NAMES:
+            raise DatasetError(f"{where} has more than {_MAX_NAMES} names under '{what}'.")
+    return names
 
-    return [name for pattern in patterns for name in braceexpand(str(pattern))]
+
+def _mapping(value: Any, what: str, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict | None):
+        raise DatasetError(f"{where} has under '{what}' what is no mapping: {value!r:.120}")
+    return {str(key): each for key, each in (value or {}).items()}
+
+
+def _given_subflavors(settings: Mapping[str, str], where: str) -> dict[str, Any]:
+    """Return the subflavors behind a URL."""
+    try:
+        return _mapping(json.loads(settings.get("subflavors", "{}")), "subflavors", where)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the subflavors behind {where} are no JSON ({error!r:.120}).") from error
+
+
+def _as_json(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return values that JSON can hold; YAML knows dates and sets, too."""
+    try:
+        json.dumps(values, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise DatasetError(f"the subflavors of {where} cannot be written as JSON ({error!r:.120}).") from error
+    return values
+
+
+def _check_size(value: Any, where: str) -> None:
+    """Refuse what is nested without end, or refers to itself so often that it is large when it is written out."""
+    rest, num_values = [(value, 0)], 0
+    while rest:
+        each, depth = rest.pop()
+        num_values += 1
+        if depth > _MAX_NESTED or num_values > _MAX_VALUES:
+            raise DatasetError(f"{where} is nested too deep, or holds too much, so the dataset is unknown.")
+        inner = (
+            [*each, *each.values()] if isinstance(each, dict) else each if isinstance(each, list | set | tuple) else ()
+        )
+        rest += [(one, depth + 1) for one in inner]
 
 
 def _get(store: Store, name: str) -> bytes | None:
@@ -321,8 +385,9 @@ def _read_yaml(store: Store, *names: str, missing_ok: bool = False) -> dict[str,
         )
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except Exception as error:  # its constructors raise whatever Python does: ValueError, RecursionError, IndexError
         raise DatasetError(f"{store.url(names[0])} is not YAML, so the dataset is unknown: {error}") from error
+    _check_size(data, store.url(names[0]))
     if not isinstance(data, dict):
         raise DatasetError(f"{store.url(names[0])} holds {type(data).__name__}, not a mapping, so it says nothing.")
     return data

@@ -1,41 +1,33 @@
 """A URL becomes an opened dataset: ours, tars of others, or Energon's, each where it is.
 
-Enters: what a user calls a dataset: a folder, `x.tar`, `{00..31}.tar`, `a.tar::b.tar`, an Energon folder with `#split`.
+Enters: what a user calls a dataset: a folder, `x.tar`, `{00..31}.tar`, `a.tar::b.tar`, an Energon folder with `#split`,
+a LeRobot folder.
 Leaves: an `OpenDataset`. Tars without an index get one on first use, in `.vlm_stream/` beside them, or in the user's
 cache folder where that cannot be written. The place is named after the tars' names, sizes and etags (locally: times of
 change), so tars that change get a new one. One process of a machine indexes, the others wait.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
-import os
-import tempfile
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
+from vlm_stream.convert.alone import alone, user_cache
 from vlm_stream.convert.energon import is_energon, read_energon, split_fragment
-from vlm_stream.convert.foreign import IndexOptions, guess_layout, index_tars, write_indexes
+from vlm_stream.convert.foreign import IndexOptions, index_tars, write_indexes
 from vlm_stream.convert.job import LEDGER
-from vlm_stream.convert.shard_task import is_local
+from vlm_stream.convert.lerobot import index_video, is_lerobot, lerobot_videos
+from vlm_stream.convert.shard_task import ShardPart, is_local
+from vlm_stream.convert.tar_samples import find_layout
 from vlm_stream.errors import ConfigError, DatasetError, NotFoundError, VlmStreamError
-from vlm_stream.format import FORMAT_VERSION, MANIFEST, FieldMap, IndexCache, OpenDataset, load_manifest
-from vlm_stream.storage import ObjectInfo, expand_urls, join_url, names_tars, open_store
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from vlm_stream.convert.shard_task import ShardPart
-    from vlm_stream.format import Manifest
-    from vlm_stream.storage import Store, StoreOptions
-
-__all__ = ["InPlace", "Need", "index_in_place", "index_urls", "open_dataset", "user_cache"]
+from vlm_stream.format import FORMAT_VERSION, MANIFEST, FieldMap, IndexCache, Manifest, OpenDataset, load_manifest
+from vlm_stream.schema import human_bytes
+from vlm_stream.storage import ObjectInfo, Store, StoreOptions, expand_urls, join_url, names_tars, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +35,8 @@ Need: TypeAlias = Literal["conversation", "members", "bytes"]
 
 _FOLDER: Final = ".vlm_stream"
 _THREADS: Final = 8
+_VIDEO_THREADS: Final = 2
+"""Each has a file in memory."""
 _ASKING: Final = 32
 _LINE_SECONDS: Final = 10.0
 _BYTES: Final = FieldMap(layout="bytes")
@@ -52,22 +46,17 @@ _BYTES: Final = FieldMap(layout="bytes")
 class InPlace:
     """Tars that are used where they are."""
 
-    url: str
-    """As the user named them."""
+    url: str  # as the user named them
     root: str
     names: tuple[str, ...]
-    fields: FieldMap | None = None
-    """None: as the first samples show."""
+    fields: FieldMap | None = None  # None: as the first samples show
     excluded: frozenset[str] = frozenset()
     subflavors: dict[str, Any] | None = None
+    is_lerobot: bool = False  # they are MP4 files
 
 
 def open_dataset(
-    url: str,
-    store: StoreOptions | None = None,
-    cache: IndexCache | None = None,
-    *,
-    need: Need = "conversation",
+    url: str, store: StoreOptions | None = None, cache: IndexCache | None = None, *, need: Need = "conversation"
 ) -> OpenDataset:
     """Open a dataset, whatever kind it is; index it first where that was never done.
 
@@ -77,10 +66,6 @@ def open_dataset(
         cache: Keeps indexes.
         need: What samples are used for: each must make a `conversation`; their `members` are enough where they make
             none; or just `bytes` are wanted, and every sample counts, whatever it holds.
-
-    Raises:
-        ConfigError: The tars cannot be used as they are.
-        DatasetError: There is nothing that could be one, or the tars are not those that were indexed.
     """
     cache = IndexCache(0) if cache is None else cache
     missing: DatasetError | None = None
@@ -92,11 +77,12 @@ def open_dataset(
                 raise
             missing = error
     tars = _find_tars(url, store, missing, need)
+    threads = _VIDEO_THREADS if tars.is_lerobot else _THREADS
     found, only = _find_place(tars, store) or (
-        index_in_place(tars, IndexOptions(threads=_THREADS, store=store), need=need),
+        index_in_place(tars, IndexOptions(threads=threads, store=store), need=need),
         None,
     )
-    dataset = OpenDataset(found, store, cache, only=only)
+    dataset = OpenDataset(found, store, cache, only=only, tars=tars.root)
     if tars.subflavors:
         fields = dataset.manifest.fields
         tags = fields.tags | {"subflavors": json.dumps(tars.subflavors, sort_keys=True)}
@@ -123,8 +109,8 @@ def index_urls(
         The manifest, and where it is.
     """
     if len(urls) == 1 and options.out is None:
-        is_energons = not names_tars(urls[0]) and is_energon(open_store(split_fragment(urls[0])[0], options.store))
-        if is_energons or not _can_write(urls, options):
+        is_known = not names_tars(urls[0]) and _is_known(open_store(split_fragment(urls[0])[0], options.store))
+        if is_known or not _can_write(urls, options):
             if options.fields is not None:
                 raise ConfigError(
                     f"a layout was named, and the index of {urls[0]} goes where loaders look for the layout that the "
@@ -135,6 +121,10 @@ def index_urls(
             return load_manifest(open_store(place, options.store)), place
     manifest = index_tars(urls, options, on_part=on_part)
     return manifest, open_store(options.out or expand_urls(urls, options.store)[0], options.store).root
+
+
+def _is_known(store: Store) -> bool:
+    return is_energon(store) or is_lerobot(store)
 
 
 def _can_write(urls: Sequence[str], options: IndexOptions) -> bool:
@@ -171,6 +161,10 @@ def _find_tars(url: str, options: StoreOptions | None, missing: DatasetError | N
             f"'{url}' names the split '{split}', and {base} is no Energon dataset (it has no .nv-meta/.info.json), so "
             f"it has no splits; leave '#{split}' out, or run: energon prepare"
         )
+    if is_lerobot(store):
+        videos, digest = lerobot_videos(store, options)
+        fields = FieldMap(layout="native", tags={"episodes": digest})
+        return InPlace(url=url, root=store.root, names=videos, fields=fields, is_lerobot=True)
     try:
         names = [info.path for info in store.list() if info.path.endswith(".tar")]
     except VlmStreamError:
@@ -207,16 +201,12 @@ def index_in_place(
 ) -> str:
     """Index tars into the place where they are looked for, unless another process has done it; return that place.
 
-    Args:
-        tars: Which.
-        options: Processor, workers or threads, and how to reach stores.
-        need: What samples are used for, as to `open_dataset`.
-        on_part: Called with every indexed tar and the number of tars, instead of lines of progress in the log.
+    `on_part` is called with every indexed tar and the number of tars; without it, progress goes to the log.
     """
     store = open_store(tars.root, options.store)
     infos = _look(store, tars.names)
     key = _key(tars, store, infos)
-    with _alone(store, key, tars.url):
+    with alone(store, f"{_FOLDER}/{key}.lock", "indexes", tars.url):
         for place in _places(tars.root, key):
             if not options.overwrite and _manifest_at(place, options.store) is not None:
                 return place
@@ -227,11 +217,12 @@ def index_in_place(
             logger.warning(
                 "indexing %d tars (%s) of %s into %s: once, and again only if they change; to do it beforehand "
                 "with several processes run: vlm-stream index '%s' --workers N",
-                len(infos), _say_bytes(num_bytes), tars.url, place, tars.url,
+                len(infos), human_bytes(num_bytes), tars.url, place, tars.url,
             )  # fmt: skip
         out = open_store(place, options.store)
         options = replace(options, fields=fields, excluded=tars.excluded)
-        manifest = write_indexes(store, tars.names, out, options, on_part=on_part or _Lines(num_bytes))
+        index = index_video if tars.is_lerobot else None
+        manifest = write_indexes(store, tars.names, out, options, on_part=on_part or _Lines(num_bytes), index=index)
         if on_part is None:
             dropped = ", ".join(f"{count} {reason}" for reason, count in manifest.dropped.items()) or "none"
             logger.warning(
@@ -239,10 +230,6 @@ def index_in_place(
                 tars.url, manifest.totals.samples, fields.layout, dropped,
             )  # fmt: skip
     return place
-
-
-def _say_bytes(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 class _Lines:
@@ -259,13 +246,13 @@ class _Lines:
             self._last = time.monotonic()
             logger.warning(
                 "indexed %d of %d tars, %s of %s",
-                self._num_tars, num_tars, _say_bytes(self._done), _say_bytes(self._total),
+                self._num_tars, num_tars, human_bytes(self._done), human_bytes(self._total),
             )  # fmt: skip
 
 
 def _guess(store: Store, tars: InPlace, need: Need) -> FieldMap:
     try:
-        return guess_layout(store, tars.names)
+        return find_layout(store, tars.names)
     except ConfigError as error:
         if need == "conversation":
             raise ConfigError(f"{error} Do that with: vlm-stream index '{tars.url}' --layout ...") from error
@@ -275,7 +262,8 @@ def _guess(store: Store, tars: InPlace, need: Need) -> FieldMap:
 def _look(store: Store, names: tuple[str, ...]) -> list[ObjectInfo]:
     """Return size and etag of each tar; a local file's time of change stands for its etag."""
     if is_local(store):
-        return [_stat(store, name) for name in names]
+        infos = [store.head(name) for name in names]
+        return [replace(info, etag=str(Path(store.root, info.path).stat().st_mtime_ns)) for info in infos]
     try:
         listed = {info.path: info for info in store.list(_common_prefix(names))}
     except VlmStreamError:  # web servers list nothing
@@ -290,15 +278,10 @@ def _common_prefix(names: tuple[str, ...]) -> str:
     return first[:length]
 
 
-def _stat(store: Store, name: str) -> ObjectInfo:
-    info = store.head(name)
-    return replace(info, etag=str(Path(store.root, name).stat().st_mtime_ns))
-
-
 def _key(tars: InPlace, store: Store, infos: list[ObjectInfo]) -> str:
     """Return the name of the place: the same for the same tars, used in the same way."""
     seen = [[name, info.size, info.etag] for name, info in zip(tars.names, infos, strict=True)]
-    how = [None if tars.fields is None else asdict(tars.fields), sorted(tars.excluded)]
+    how = [None if tars.fields is None else tars.fields.to_json(), sorted(tars.excluded)]
     text = json.dumps([FORMAT_VERSION, store.root, seen, how], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
@@ -339,40 +322,3 @@ def _writable_place(tars: InPlace, key: str, options: StoreOptions | None) -> st
         open_store(cached).put("about.json", note.encode())
         return cached
     return beside
-
-
-def user_cache() -> Path:
-    """Return the folder of this package in the user's cache."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    return Path(given) / "vlm_stream" if given else Path("~/.cache/vlm_stream").expanduser()
-
-
-@contextmanager
-def _alone(store: Store, key: str, url: str) -> Iterator[None]:
-    """Let one process of this machine in at a time, and of all that share the tars' folder, where locks reach so far.
-
-    Whoever gets past it all the same writes the same bytes. A process that dies lets go.
-    """
-    folders = [user_cache() / "locks", Path(tempfile.gettempdir(), f"vlm_stream-{getattr(os, 'getuid', int)()}")]
-    if is_local(store):
-        folders.insert(0, Path(store.root, _FOLDER))
-    for folder in folders:
-        try:
-            import fcntl
-
-            folder.mkdir(parents=True, exist_ok=True)
-            file = (folder / f"{key}.lock").open("w")
-        except (OSError, ImportError):
-            continue
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                logger.warning("another process indexes %s; waiting for it", url)
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                except OSError:  # file systems without locks
-                    continue
-            yield
-            return
-    yield

@@ -11,57 +11,43 @@ that proves bad later leaves its shard smaller and no border moves.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import posixpath
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from vlm_stream.conversation import MEDIA_TYPES
+from vlm_stream.conversation import Item, map_media
+from vlm_stream.convert.options import ShardOptions
 from vlm_stream.errors import ConfigError, DatasetError, NotFoundError, StorageError, blame_sample
-from vlm_stream.format import MANIFEST, Manifest, ShardEntry, Totals, index_name
+from vlm_stream.format import (
+    MANIFEST,
+    Manifest,
+    ShardEntry,
+    TokenCounting,
+    Totals,
+    clip_bytes,
+    clips_name,
+    index_name,
+)
 from vlm_stream.ledger import BadSample
 from vlm_stream.plan import mix64
-from vlm_stream.storage import scheme_of
+from vlm_stream.sources import RecordSource
+from vlm_stream.storage import Store, scheme_of
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from vlm_stream.conversation import Message
-    from vlm_stream.convert.options import ShardOptions
-    from vlm_stream.format import TokenCounting
-    from vlm_stream.sources import RecordSource
-    from vlm_stream.storage import Store
-
-    Ints = npt.NDArray[np.int64]
-
-__all__ = [
-    "JOB_FOLDER",
-    "LEDGER",
-    "Job",
-    "ShardPart",
-    "clear_target",
-    "cut_by_bytes",
-    "cut_by_count",
-    "find_parts",
-    "job_parameters",
-    "load_job",
-    "open_target",
-    "part_name",
-    "record_order",
-    "remove_job",
-    "sample_key",
-    "save_job",
-    "shard_name",
-]
+Ints = npt.NDArray[np.int64]
 
 LEDGER: Final = "ledger.jsonl"
-JOB_FOLDER: Final = ".job"
-"""What an unfinished conversion remembers; gone once the manifest is written."""
+JOB_FOLDER: Final = ".job"  # what an unfinished conversion remembers; gone once the manifest is written
 _JOB_FILE: Final = f"{JOB_FOLDER}/job.json"
 _NUM_PROBES: Final = 64
 _SHARD_FORMAT: Final = 3
@@ -108,18 +94,29 @@ class ShardPart:
     number: int
     entry: ShardEntry
     bad: tuple[BadSample, ...] = field(default=())
+    whole: dict[str, int] = field(default_factory=dict)
+    """Clips without a table, by reason."""
 
     def to_json(self) -> str:
         """Return the note that is kept beside the shard until the job ends."""
         data = {"entry": asdict(self.entry), "number": self.number, "bad": [bad.to_json() for bad in self.bad]}
-        return json.dumps(data, ensure_ascii=False)
+        return json.dumps(data | {"whole": self.whole}, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ShardPart:
-        """Read what `to_json` wrote."""
         data: dict[str, Any] = json.loads(text)
         entry = ShardEntry(**(data["entry"] | {"totals": Totals(**data["entry"]["totals"])}))
-        return cls(number=data["number"], entry=entry, bad=tuple(map(BadSample.from_json, data["bad"])))
+        bad = tuple(map(BadSample.from_json, data["bad"]))
+        return cls(number=data["number"], entry=entry, bad=bad, whole=data["whole"])
+
+
+def count_reasons(parts: Iterable[ShardPart]) -> dict[str, Any]:
+    """Return what a manifest counts: records that were bad, and clips without a table."""
+    counts: dict[str, Counter[str]] = {"dropped": Counter(), "whole": Counter()}
+    for part in parts:
+        counts["dropped"].update(f"{bad.stage}: {bad.reason}" for bad in part.bad)
+        counts["whole"].update(part.whole)
+    return {name: dict(sorted(each.items())) for name, each in counts.items()}
 
 
 def record_order(num_records: int, seed: int | None, block_ends: Ints | None = None) -> Ints:
@@ -137,6 +134,24 @@ def record_order(num_records: int, seed: int | None, block_ends: Ints | None = N
         blocks = np.searchsorted(block_ends, np.arange(num_records), side="right")
         return np.lexsort((hashes, hashes[blocks])).astype(np.int64)
     return np.argsort(hashes, kind="stable")
+
+
+def shards_together(blocks: Sequence[int], num_runs: int) -> list[range]:
+    """Return runs of shards, each for one process: those that begin in the same block, so that it is read once.
+
+    Where blocks are fewer than `num_runs`, the longest runs are cut in two; each cut reads a block once more.
+
+    >>> shards_together([0, 0, 0, 1, 2, 2], 2), shards_together([0, 0, 0, 0], 2)
+    ([range(0, 3), range(3, 4), range(4, 6)], [range(0, 2), range(2, 4)])
+    """
+    begins = [number for number, block in enumerate(blocks) if number == 0 or block != blocks[number - 1]]
+    runs = [range(*ends) for ends in itertools.pairwise([*begins, len(blocks)])]
+    while runs and len(runs) < min(num_runs, len(blocks)):
+        longest = max(range(len(runs)), key=lambda number: len(runs[number]))
+        run = runs[longest]
+        middle = run.start + len(run) // 2
+        runs[longest : longest + 1] = [range(run.start, middle), range(middle, run.stop)]
+    return runs
 
 
 def cut_by_count(num_records: int, samples_per_shard: int) -> Ints:
@@ -174,17 +189,16 @@ class Job:
     """One conversion: its parameters and the borders of its shards."""
 
     parameters: dict[str, Any]
-    borders: Ints
-    """[shards + 1] Shard i holds the positions `borders[i]:borders[i + 1]` of the order."""
+    borders: Ints  # [shards + 1] Shard i holds the positions `borders[i]:borders[i + 1]` of the order
 
     @property
     def num_shards(self) -> int:
-        """Return the number of shards."""
         return len(self.borders) - 1
 
 
 def job_parameters(source: RecordSource, options: ShardOptions, tokens: TokenCounting) -> dict[str, Any]:
     """Return everything that the bytes of the shards depend on but the media files, as JSON values."""
+    same = ("samples_per_shard", "max_shard_bytes", "shuffle", "on_mismatch", "confine_media", "exif_rotate")
     return {
         "format": _SHARD_FORMAT,
         "records": len(source),
@@ -192,13 +206,9 @@ def job_parameters(source: RecordSource, options: ShardOptions, tokens: TokenCou
         "processor": tokens.processor_class,
         "template": tokens.template_sha256,
         "library": tokens.library,
-        "samples_per_shard": options.samples_per_shard,
-        "max_shard_bytes": options.max_shard_bytes,
-        "shuffle": options.shuffle,
-        "on_mismatch": options.on_mismatch,
         "names": sorted(options.names) if options.names is not None else None,
-        "confine_media": options.confine_media,
-        "exif_rotate": options.exif_rotate,
+        **{name: getattr(options, name) for name in same},
+        **({"media_limits": asdict(options.media_limits)} if options.media_limits else {}),
     }
 
 
@@ -219,29 +229,20 @@ def _input_digest(source: RecordSource) -> str:
 def _record_text(source: RecordSource, number: int) -> str:
     try:
         record = source.read(number)
-        return repr((record.source, record.id, [_without_folders(message) for message in record.conversation]))
+        return repr((record.source, record.id, map_media(record.conversation, _without_folders)))
     except Exception as error:  # a record can hold anything in any place
         return blame_sample(error, "convert", "bad_record", "the record cannot be read").reason
 
 
-def _without_folders(message: Message) -> Message:
-    """Return a message whose media are named without their folders: the same input may be mounted elsewhere."""
-    if isinstance(message["content"], str):
-        return message
-    items = []
-    for item in message["content"]:
-        where = item.get(item["type"]) if item.get("type") in MEDIA_TYPES else None
-        name = posixpath.basename(where) if isinstance(where, str) else type(where).__name__
-        items.append(item if where is None else {**item, item["type"]: name})
-    return {**message, "content": items}
+def _without_folders(item: Item) -> Item:
+    """Return a medium named without its folders: the same input may be mounted elsewhere."""
+    where = item.get(item["type"])
+    name = posixpath.basename(where) if isinstance(where, str) else type(where).__name__
+    return item if where is None else {**item, item["type"]: name}
 
 
 def open_target(store: Store, options: ShardOptions, parameters: dict[str, Any]) -> Manifest | None:
-    """Make the target ready for a start or a restart; return its manifest if nothing is left to do.
-
-    Raises:
-        ConfigError: It holds something else; the sentence says what differs.
-    """
+    """Make the target ready for a start or a restart; return its manifest if nothing is left to do."""
     fresh = f"Give another target, or replace what is there with {options.say('overwrite', True)}."
     if scheme_of(store.root) == "file" and Path(store.root).is_file():
         raise ConfigError(f"{store.root} is a file, so it cannot be a dataset's folder. Give another target.")
@@ -295,7 +296,6 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any], options: ShardOp
 
 
 def load_job(store: Store, options: ShardOptions) -> Job | None:
-    """Return the unfinished job at the target, if there is one."""
     try:
         data = json.loads(store.get(_JOB_FILE))
         return Job(parameters=data["parameters"], borders=np.array(data["borders"], dtype=np.int64))
@@ -326,9 +326,11 @@ def find_parts(store: Store, job: Job) -> dict[int, ShardPart]:
         name = shard_name(number)
         try:
             part = ShardPart.from_json(store.get(part_name(number)))
+            index = store.get(index_name(name))
             whole = (
                 sizes.get(name) == part.entry.totals.bytes
-                and hashlib.sha256(store.get(index_name(name))).hexdigest() == part.entry.index_sha256
+                and hashlib.sha256(index).hexdigest() == part.entry.index_sha256
+                and sizes.get(clips_name(name), 0) == clip_bytes(index, name)
             )
         except (StorageError, ValueError, KeyError, TypeError):
             return None
@@ -346,7 +348,7 @@ def clear_target(store: Store) -> None:
         for info in store.list()
         if info.path in (MANIFEST, LEDGER)
         or info.path.startswith(f"{JOB_FOLDER}/")
-        or (info.path.startswith("shard-") and info.path.endswith((".tar", ".index.parquet")))
+        or (info.path.startswith("shard-") and info.path.endswith((".tar", ".index.parquet", ".clips.bin")))
     ]
     _delete(store, sorted(ours, key=lambda path: path != MANIFEST))
 
@@ -358,14 +360,13 @@ def remove_job(store: Store) -> None:
 
 
 def _delete(store: Store, paths: list[str]) -> None:
+    """Remove the first, then the others."""
+
+    def delete(path: str) -> None:
+        with contextlib.suppress(NotFoundError):  # another run has removed it
+            store.delete(path)
+
     for first in paths[:1]:
-        _delete_one(store, first)
+        delete(first)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        list(pool.map(lambda path: _delete_one(store, path), paths[1:]))
-
-
-def _delete_one(store: Store, path: str) -> None:
-    try:
-        store.delete(path)
-    except NotFoundError:
-        return  # another run has removed it
+        list(pool.map(delete, paths[1:]))

@@ -7,8 +7,6 @@ Web addresses are asked for as they are written, with their escapes and queries 
 their length: that is more than the object stores' client does.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import http.client
@@ -22,21 +20,16 @@ import urllib.request
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import quote, unquote, unquote_to_bytes
 
+from vlm_stream.clips import ClipTable
+from vlm_stream.convert.web import PUBLIC, open_web, read_body
 from vlm_stream.errors import AccessError, BadSampleError, ConfigError, NotFoundError, StorageError, say_error, shorten
-from vlm_stream.media import LMDB_SEPARATOR, read_lmdb
-from vlm_stream.storage import StoreOptions, local_path, open_store, scheme_of
+from vlm_stream.media import DEFAULT_LIMITS, LMDB_SEPARATOR, MediaLimits, read_lmdb
+from vlm_stream.storage import Store, StoreOptions, local_path, open_store, scheme_of
 
-if TYPE_CHECKING:
-    from vlm_stream.storage import Store
-
-__all__ = ["MediaReader"]
-
-_READ_BYTES: Final = 1 << 24
-_NAME_BYTES: Final = 4096
-"""No path is longer."""
+_NAME_BYTES: Final = 4096  # no path is longer
 _GONE: Final = (404, 410)
 _REFUSED: Final = (401, 403)
 _AGAIN: Final = (408, 425, 429, 500, 502, 503, 504)
@@ -44,25 +37,48 @@ _LEGAL: Final = "%/:=&?~#+!$,;'@()*[]"
 """Characters of a URL that are not escaped, because they mean something or are escapes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaRules:
+    """What records may name, and how large it may be."""
+
+    confine: bool = False
+    """Refuse local files and URLs outside of the record's media folder, symbolic links resolved."""
+    hosts: tuple[str, ...] = (PUBLIC,)
+    """Hosts of web addresses."""
+    limits: MediaLimits = DEFAULT_LIMITS
+
+
+DEFAULT_RULES: Final = MediaRules()
+
+
+@dataclass
+class KeptFile:
+    """A file that the next record is likely to show as well."""
+
+    where: str = ""
+    content: bytes = b""
+    table: ClipTable | str | None = None  # or why it has none; None: not known yet
+    stays: bool = False  # it is not stored: samples name the place where it is
+
+
 @dataclass
 class MediaReader:
     """Reads media for one worker; keeps the stores it has opened."""
 
-    confine: bool = False
-    """Refuse local files and URLs outside of the record's media folder, symbolic links resolved."""
+    rules: MediaRules = DEFAULT_RULES
     options: StoreOptions | None = None
     _stores: dict[str, Store] = field(default_factory=dict)
+    kept: KeptFile = field(default_factory=KeptFile)
+
+    def read_shared(self, where: str, root: str | None) -> bytes:
+        """Return the bytes of a file of which records that follow each other show parts: the last one is kept."""
+        if self.kept.where != where:
+            self.kept = KeptFile()  # two files at a time would be one too many
+            self.kept = KeptFile(where, self.read(where, root))
+        return self.kept.content
 
     def read(self, where: Any, root: str | None) -> bytes:
-        """Return the medium's bytes.
-
-        Args:
-            where: A path, a URL, `env::key`, or the bytes themselves.
-            root: The record's media folder.
-
-        Raises:
-            BadSampleError: There is nothing there, it cannot be read, or it lies outside of `root`.
-        """
+        """Return the bytes of a path, a URL, `env::key`, or bytes themselves; `root` is the record's folder."""
         if isinstance(where, (bytes, bytearray, memoryview)):
             data = bytes(where)
         elif not isinstance(where, str):
@@ -70,22 +86,22 @@ class MediaReader:
         elif where.startswith("data:"):
             data = _read_data_url(where)
         else:
-            if self.confine:
+            if self.rules.confine:
                 _check_confined(where, root)
             data = self._read_named(where)
         if not data:
             raise _bad("empty_file", f"{_show(where)} has zero bytes.")
         return data
 
-    def size(self, where: Any) -> int:
+    def size(self, where: Any, root: str | None = None) -> int:
         """Return how many bytes the medium has, 0 where that is not known: for planning, never an error."""
-        if isinstance(where, (bytes, bytearray, memoryview)):
+        if isinstance(where, (bytes, bytearray, memoryview)) or (isinstance(where, str) and where.startswith("data:")):
             return len(where)
         if not isinstance(where, str):
             return 0
-        if where.startswith("data:"):
-            return len(where)
         try:
+            if self.rules.confine:
+                _check_confined(where, root)
             scheme = scheme_of(where)
             if scheme in ("http", "https"):
                 with self._ask(where, "HEAD") as answer:
@@ -106,7 +122,7 @@ class MediaReader:
             return self._read_object(where)
         if "://" in where:
             try:
-                return _read_file(local_path(where))
+                return _read_file(local_path(where), self.rules.limits.file_bytes)
             except ConfigError as error:
                 raise _bad("bad_url", f"{_show(where)} names no file ({error})") from error
         if len(where) > _NAME_BYTES:
@@ -117,7 +133,7 @@ class MediaReader:
             )
         if LMDB_SEPARATOR in where and not Path(where).exists():
             return read_lmdb(where)
-        return _read_file(where)
+        return _read_file(where, self.rules.limits.file_bytes)
 
     def _open(self, url: str) -> tuple[Store, str]:
         scheme, _, rest = url.partition("://")
@@ -130,6 +146,9 @@ class MediaReader:
     def _read_object(self, url: str) -> bytes:
         try:
             store, name = self._open(url)
+            limit = self.rules.limits.file_bytes
+            if scheme_of(url) in ("s3", "gs", "az") and store.head(name).size > limit:
+                raise _too_large(url, limit)
             return bytes(store.get(name))
         except ConfigError as error:
             raise _bad("bad_url", f"{_show(url)} names no object ({error})") from error
@@ -143,8 +162,9 @@ class MediaReader:
     @cached_property
     def _opener(self) -> urllib.request.OpenerDirector:
         """Return what sends requests: with the system's proxies, and the certificates of the options."""
-        context = ssl.create_default_context(cafile=self.options.ca_file if self.options else None)
-        return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
+        options = self.options or StoreOptions()
+        context = ssl.create_default_context(cafile=options.ca_file)
+        return open_web(self.rules.hosts, context, options.retry.deadline_s)
 
     def _ask(self, url: str, method: str = "GET") -> Any:
         options = self.options or StoreOptions()
@@ -159,7 +179,7 @@ class MediaReader:
         for left in range(retry.max_retries, -1, -1):
             try:
                 with self._ask(url) as answer:
-                    return bytes(answer.read())
+                    return read_body(answer, _show(url), self.rules.limits.file_bytes, deadline)
             except urllib.error.HTTPError as error:
                 error.close()
                 if error.code in _GONE:
@@ -178,25 +198,17 @@ class MediaReader:
         raise AssertionError("the last attempt returns or raises")
 
 
-def _read_file(where: str) -> bytes:
+def _read_file(where: str, limit: int) -> bytes:
     try:
-        # A device or a pipe would be read for ever: only regular files are media.
-        found = os.stat(where)  # noqa: PTH116 (Path costs more than the call, per file)
-        if not stat.S_ISREG(found.st_mode):
+        path = Path(where)
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a device or a pipe would be read for ever
             raise _bad("not_a_file", f"{where} is a folder or a device, not a file.")
-        descriptor = os.open(where, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        try:
-            data = os.read(descriptor, found.st_size + 1)  # one more, so that the end is seen in the same call
-            if len(data) == found.st_size:
-                return data
-            parts = [data]
-            while parts[-1]:  # it grew or shrank, or one call does not give so much
-                parts.append(os.read(descriptor, _READ_BYTES))
-            return b"".join(parts)
-        finally:
-            os.close(descriptor)
+        if found.st_size > limit:
+            raise _too_large(where, limit)
+        return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
-        hint = "" if os.path.isabs(where) else " (looked for in the current folder; media_dir says where files lie)"  # noqa: PTH117
+        hint = "" if path.is_absolute() else " (looked for in the current folder; media_dir says where files lie)"
         raise _bad("missing_file", f"there is no file {where}{hint}.") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -228,6 +240,11 @@ def _check_confined(where: str, root: str | None) -> None:
         raise _bad("unreadable_file", f"{_show(where)!r} is no path ({error}).") from error
     if not inside:
         raise _bad("escapes_media_dir", f"{_show(where)} lies outside of {root}, and media are confined to it.")
+
+
+def _too_large(where: str, limit: int) -> BadSampleError:
+    fact = f"{_show(where)} has more bytes than the limit of {limit:,}"
+    return _bad("file_too_large", f"{fact}; media_limits sets the limit (file_bytes).")
 
 
 def _show(where: object) -> str:

@@ -1,17 +1,14 @@
 """What a conversion can be told. Frozen values; nothing is opened here."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from vlm_stream.convert.media_bytes import MediaRules
+from vlm_stream.convert.web import PUBLIC
 from vlm_stream.errors import ConfigError, nearest_name
-
-if TYPE_CHECKING:
-    from vlm_stream.storage import StoreOptions
-
-__all__ = ["ENGINES", "ShardOptions"]
+from vlm_stream.media import DEFAULT_LIMITS, MediaLimits
+from vlm_stream.storage import StoreOptions
 
 ENGINES: Final = ("local", "ray")
 
@@ -46,6 +43,11 @@ class ShardOptions:
     unless the form of the file has this rule."""
     confine_media: bool = False
     """Refuse media outside of their source's media_dir."""
+    media_hosts: tuple[str, ...] = (PUBLIC,)
+    """Hosts that records may name in web addresses, also as patterns (`*.example.com`); `public`: any that has public
+    addresses alone. Others are refused, also behind redirects."""
+    media_limits: MediaLimits | None = None
+    """The largest media that are taken."""
     exif_rotate: bool = False
     """Turn images as their EXIF orientation says: the index holds the turned sizes, and training turns them too."""
 
@@ -67,7 +69,8 @@ class ShardOptions:
     """Whether messages name options as the command line does."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        if isinstance(self.media_hosts, str):
+            object.__setattr__(self, "media_hosts", (self.media_hosts,))
         for name in ("samples_per_shard", "workers", "max_shard_bytes"):
             value = getattr(self, name)
             if value is None and name != "samples_per_shard":
@@ -81,6 +84,13 @@ class ShardOptions:
             raise ConfigError(f"{self.say('bad_budget')} is {budget}, but is a share of the records: between 0 and 1.")
         if self.shuffle is not None and not 0 <= self.shuffle < 2**64:
             raise ConfigError(f"{self.say('shuffle')} is {self.shuffle}, but a seed lies between 0 and 2**64 - 1.")
+
+    @property
+    def media_rules(self) -> MediaRules:
+        """Return what records may name."""
+        return MediaRules(
+            confine=self.confine_media, hosts=self.media_hosts, limits=self.media_limits or DEFAULT_LIMITS
+        )
 
     def say(self, name: str, value: Any = None) -> str:
         """Return an option, with a value if there is one, as the caller writes it.

@@ -5,31 +5,34 @@ counts, which add up to the length of a sample's `input_ids`. A record that cann
 named. The target appears whole or not at all.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, Final, NamedTuple, cast
 
 from vlm_stream.conversation import iter_media
-from vlm_stream.convert.counting import open_counter
-from vlm_stream.convert.media_bytes import MediaReader
+from vlm_stream.convert.counting import SampleCounter, open_counter
+from vlm_stream.convert.engines import LocalEngine
+from vlm_stream.convert.media_bytes import MediaReader, MediaRules
 from vlm_stream.convert.sample import build_sample
+from vlm_stream.convert.web import PUBLIC
 from vlm_stream.errors import ConfigError, SourceError, StorageError, blame_sample
 from vlm_stream.processors import load_processor
-from vlm_stream.sources import Catalog, DataFile, open_source
+from vlm_stream.sources import Catalog, DataFile, SourceGroup, open_source
+from vlm_stream.storage import StoreOptions, local_path
 from vlm_stream.tokens import Geometry, count_tokens, make_columns
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+_CHUNK: Final = 64
 
-    from vlm_stream.storage import StoreOptions
 
-__all__ = ["PrecountReport", "precount"]
+class _Counts(NamedTuple):
+    text: int
+    media: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +43,9 @@ class PrecountReport:
     num_records: int
     text_tokens: int = 0
     media_tokens: int = 0
-    bad: dict[str, str] = field(default_factory=dict)
-    """Records that have no counts, and why."""
+    bad: dict[str, str] = field(default_factory=dict)  # records that have no counts, and why
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
         return asdict(self)
 
 
@@ -55,83 +56,123 @@ def precount(
     processor: str,
     trust_remote_code: bool = False,
     store: StoreOptions | None = None,
+    media_hosts: tuple[str, ...] = (PUBLIC,),
+    workers: int = 1,
+    on_form: Callable[[str], object] | None = None,
     on_record: Callable[[int], None] | None = None,
     **form: Any,
 ) -> PrecountReport:
-    """Write a data file with the token counts of its records.
+    """Write a data file with the token counts of its records; without `out` the file itself is replaced.
 
-    Args:
-        path: JSON array or JSON lines, perhaps `.gz`.
-        out: The new file, packed if its name ends in `.gz`; None replaces the file itself.
-        processor: Name or path of the processor that counts.
-        trust_remote_code: Let it bring its own code.
-        store: How to reach media in object stores.
-        on_record: Called with the number of records after each of them, for progress.
-        form: `columns`, `tags`, `media_dir` and `media_first` of `open_source`.
-
-    Raises:
-        SourceError: The input is no single JSON file.
+    `form` are `columns`, `tags`, `media_dir` and `media_first` of `open_source`; `workers` is how many processes count,
+    1 is this one; `on_form` is called with the line that says the recognised form, `on_record` with the number of
+    records after each of them. A name that ends in `.gz` is packed. `media_hosts` are those of `ShardOptions`.
     """
     path, target = os.fspath(path), os.fspath(path if out is None else out)
-    source = open_source(path, store=store, **form)
-    catalog = source.members[0]
-    if len(source.members) != 1 or not isinstance(catalog, Catalog) or not isinstance(catalog.data, DataFile):
-        raise SourceError(
-            f"{path} is not one JSON file, and counts are written into such; give its data files one by one."
-        )
+    catalog, data = _open_file(path, open_source(path, store=store, **form))
+    if on_form is not None and catalog.line:
+        on_form(f"{catalog.name}: {catalog.line}")
     if "://" in target or target.endswith(".zst"):
         raise ConfigError(
             f"counts cannot be written to {target}; give a local .json or .jsonl as the new file (.gz too)."
         )
-    counter = _Counter(catalog, processor, trust_remote_code, store)
-    lines = _lines(catalog.data, counter, on_record)
+    counter = _Counter(catalog, processor, trust_remote_code, MediaReader(MediaRules(hosts=media_hosts), store))
+    num_records = len(catalog)
+    chunks = (range(begin, min(begin + _CHUNK, num_records)) for begin in range(0, num_records, _CHUNK))
+    found = _in_order(LocalEngine(workers).run(counter, chunks))
+    sums = _Sums(catalog, data)
     try:
-        _write_whole(Path(target), lines, catalog.data.is_array)
+        _write_whole(Path(target), sums.lines(found, on_record), data.is_array)
     except OSError as error:
         raise StorageError(
             f"{target} could not be written ({error.strerror or error}); nothing was changed. Give another --out."
         ) from error
     return PrecountReport(
-        out=target, num_records=len(catalog), text_tokens=counter.text, media_tokens=counter.media, bad=counter.bad
+        out=target, num_records=num_records, text_tokens=sums.text, media_tokens=sums.media, bad=sums.bad
     )
 
 
-class _Counter:
-    """Counts records, and keeps the sums."""
+def _open_file(path: str, source: SourceGroup) -> tuple[Catalog, DataFile]:
+    """Return the records of one JSON file and the file; refuse what names others, whose records have another order."""
+    files = []
+    for member in source.members:
+        data = member.data if isinstance(member, Catalog) else None
+        own = local_path(path) if path.startswith("file://") else path
+        if isinstance(member, Catalog) and isinstance(data, DataFile) and data.path == own and member.order is None:
+            return member, data
+        files += [data.path] if isinstance(data, DataFile) else []
+    named = f" ({', '.join(dict.fromkeys(files))})" if files else ""
+    raise SourceError(
+        f"{path} is not one JSON file, and counts are written into such, so nothing was written; give its data files"
+        f"{named} one by one, with the columns, tags and media folder that a meta file says of each."
+    )
 
-    def __init__(self, catalog: Catalog, name: str, trust_remote_code: bool, store: StoreOptions | None) -> None:
-        self._catalog = catalog
-        self._counter = open_counter(name, trust_remote_code=trust_remote_code)
-        self._geometry = Geometry.from_processor(load_processor(name, trust_remote_code=trust_remote_code))
-        self._reader = MediaReader(options=store)
+
+class _Sums:
+    """Puts counts into records, and adds them up."""
+
+    def __init__(self, catalog: Catalog, data: DataFile) -> None:
+        self._catalog, self._data = catalog, data
         self.text = self.media = 0
         self.bad: dict[str, str] = {}
 
-    def count(self, number: int) -> dict[str, int] | None:
-        """Return both counts of a record, or note why there are none."""
+    def lines(self, found: Iterator[_Counts | str], on_record: Callable[[int], None] | None) -> Iterator[bytes]:
+        for number, counts in enumerate(found):
+            if isinstance(counts, str):
+                self.bad[self._catalog.origin(number)] = counts
+                yield self._data.raw(number).strip()
+            else:
+                self.text += counts.text
+                self.media += counts.media
+                both = {"_text_tokens": counts.text, "_media_tokens": counts.media}
+                yield json.dumps({**self._data.load(number), **both}, ensure_ascii=False).encode()
+            if on_record is not None:
+                on_record(len(self._data))
+
+
+class _Counter:
+    """Counts runs of records; goes to every worker once, and opens the processor there."""
+
+    def __init__(self, catalog: Catalog, name: str, trust_remote_code: bool, reader: MediaReader) -> None:
+        self._catalog = catalog
+        self._processor: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        self._name, self._reader = name, reader
+
+    def __call__(self, numbers: range) -> tuple[range, list[_Counts | str]]:
+        """Return both counts of each record, or why there are none."""
+        return numbers, [self._count(number) for number in numbers]
+
+    @cached_property
+    def _tools(self) -> tuple[SampleCounter, Geometry]:
+        geometry = Geometry.from_processor(load_processor(self._name, **self._processor))
+        return open_counter(self._name, **self._processor), geometry
+
+    def _count(self, number: int) -> _Counts | str:
+        counter, geometry = self._tools
         try:
             sample = build_sample(self._catalog.read(number), self._reader)
-            counted = self._counter.count(sample.conversation, sample.sizes).text_tokens
+            counted = counter.count(sample.conversation, sample.sizes).text_tokens
         except Exception as error:  # a record can hold anything in any place
             blamed = blame_sample(error, "convert", "bad_record", "the record cannot be counted")
-            self.bad[self._catalog.origin(number)] = f"{blamed.reason}: {blamed}"
-            return None
+            return f"{blamed.reason}: {blamed}"
         text = counted - sum(1 for _ in iter_media(sample.conversation))  # one stands for each medium
-        total = int(count_tokens(make_columns([sample.sizes], [counted]), self._geometry).tokens[0])
-        self.text += text
-        self.media += total - text
-        return {"_text_tokens": text, "_media_tokens": total - text}
+        total = int(count_tokens(make_columns([sample.sizes], [counted]), geometry).tokens[0])
+        return _Counts(text, total - text)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_tools"}
 
 
-def _lines(data: DataFile, counter: _Counter, on_record: Callable[[int], None] | None) -> Iterator[bytes]:
-    for number in range(len(data)):
-        counts = counter.count(number)
-        if counts is None:
-            yield data.raw(number).strip()
-        else:
-            yield json.dumps({**data.load(number), **counts}, ensure_ascii=False).encode()
-        if on_record is not None:
-            on_record(len(data))
+def _in_order(found: Iterator[tuple[range, list[_Counts | str]]]) -> Iterator[_Counts | str]:
+    """Yield what was counted in the order of the records; what comes too early waits, which are a few numbers."""
+    waiting: dict[int, list[_Counts | str]] = {}
+    due = 0
+    for numbers, counts in found:
+        waiting[numbers.start] = counts
+        while due in waiting:
+            ready = waiting.pop(due)
+            due += len(ready)
+            yield from ready
 
 
 def _write_whole(target: Path, lines: Iterator[bytes], is_array: bool) -> None:

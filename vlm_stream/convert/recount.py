@@ -1,29 +1,38 @@
 """Text tokens and labels counted again, for another processor. Indexes and manifest are rewritten; no tar is.
 
-Enters: a dataset's URL and a processor. Leaves: the dataset with other counts. Only the JSON and text members are
-read, by range. The manifest is written last; after an interruption the recount is run again.
+Enters: a dataset's URL and a processor. Leaves: the dataset with other counts; and where tars do not keep the tokens,
+these in files beside the indexes. Only the JSON and text members are read, by range. The manifest is written last;
+after an interruption the recount is run again.
 
 Whoever trains on a dataset whose text was only guessed can learn how far the guess is off (`fit_guess`), from a few
 samples and without changing anything.
 """
 
-from __future__ import annotations
-
 import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from vlm_stream.conversation import iter_media
-from vlm_stream.convert.counting import open_counter
+from vlm_stream.conversation import Conversation, iter_media
+from vlm_stream.convert.counting import ExactCounter, open_counter
 from vlm_stream.convert.engines import LocalEngine, choose_workers
 from vlm_stream.convert.in_place import open_dataset
+from vlm_stream.convert.job import Ints
 from vlm_stream.convert.rows import SampleCounts, check_fits_index, recounted_index
 from vlm_stream.convert.sample import picked_frames
-from vlm_stream.errors import BadSampleError, blame_sample
+from vlm_stream.convert.text_file import NO_TEXT, TextFile
+from vlm_stream.encode import Steps, kept_text_key
+from vlm_stream.errors import BadSampleError, StorageError, blame_sample
 from vlm_stream.format import (
+    FieldMap,
+    OpenDataset,
+    ShardEntry,
+    ShardIndex,
     ShardList,
     decode_index,
     describe_shard,
@@ -31,35 +40,20 @@ from vlm_stream.format import (
     is_text_member,
     load_manifest,
     read_index,
+    read_sample,
     save_manifest,
+    texts_name,
     to_conversation,
 )
 from vlm_stream.ledger import BadSample
-from vlm_stream.storage import open_store
-from vlm_stream.tokens import MediaSizes, TextCounter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.format import FieldMap, OpenDataset, ShardEntry, ShardIndex
-    from vlm_stream.storage import Store, StoreOptions
-    from vlm_stream.tokens import Geometry
-
-    Ints = npt.NDArray[np.int64]
-
-__all__ = ["GuessFit", "RecountReport", "fit_guess", "recount"]
+from vlm_stream.storage import Store, StoreOptions, open_store
+from vlm_stream.tokens import Geometry, MediaSizes, TextCounter
 
 _NUM_THREADS: Final = 16
-_SECONDS_PER_SAMPLE: Final = 1.5e-3
-"""About what one process counts."""
+_SECONDS_PER_SAMPLE: Final = 1.5e-3  # about what one process counts
 _FIT_SHARDS: Final = 8
-_FIT_SAMPLES: Final = 256
-"""Counted of these shards together."""
-_FIT_SHARE: Final = 0.98
-"""Samples whose text is no longer than planned."""
+_FIT_SAMPLES: Final = 256  # counted of these shards together
+_FIT_SHARE: Final = 0.98  # samples whose text is no longer than planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +74,6 @@ class RecountReport:
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
         return asdict(self)
 
 
@@ -94,34 +87,49 @@ class _Recounter:
     processor: Any
     trust_remote_code: bool
     store: StoreOptions | None
+    text_key: str
+    """Of the texts that are kept beside the indexes so far."""
 
-    def __call__(self, shard: ShardEntry) -> tuple[ShardEntry, int, list[BadSample]]:
-        """Rewrite the shard's index; return its new entry, how many counts changed, and what was refused."""
+    def __call__(self, shard: ShardEntry) -> tuple[ShardEntry, int, list[BadSample], str]:
+        """Rewrite the shard's index; return its new entry, how many counts changed, and what was refused.
+
+        The last is the name of a file of texts that nothing refers to any more, if there is one.
+        """
         dataset = open_store(self.root, self.store)
         tars = open_store(self.tars or self.root, self.store)
         counter = open_counter(self.processor, trust_remote_code=self.trust_remote_code)
         data = bytes(dataset.get(index_name(shard.name)))
         index = decode_index(data, where=index_name(shard.name))
+        folder = Path(self.root)
+        if folder.is_absolute():
+            counter.remember_in(folder)  # what other processes have measured
         before = list(map(SampleCounts, index.columns.text_tokens.tolist(), index.columns.label_tokens.tolist()))
         none = -1 if self.processor is None else 0
         counts = [SampleCounts(text, none) for text, _ in before]
         refused = []
+        kept, places = TextFile(self.fields), [NO_TEXT] * len(index)
         for row, texts in _iter_texts(tars, shard.name, index, range(len(index))):
             names = [member.name for member in index.members(row)]
             try:
-                conversation = to_conversation(self.fields, names, texts)
-                counts[row] = counter.count(conversation, _sizes(index, row, conversation))
+                conversation, own = read_sample(self.fields, names, texts)
+                counts[row], tokens = counter.count_and_keep(conversation, _sizes(index, row, conversation))
                 check_fits_index(counts[row].text_tokens, MediaSizes())
+                places[row] = kept.add(conversation, tokens, own, texts)
             except Exception as error:  # tars made elsewhere hold anything
                 counts[row] = SampleCounts(before[row].text_tokens, none)
                 bad = blame_sample(error, "convert", "bad_form", "the sample cannot be counted")
                 refused.append(_refused(shard.name, index.key(row), int(index.offset[row]), bad))
-        rewritten = recounted_index(data, counts)
+        if folder.is_absolute():
+            counter.remember_in(folder)
+        written = kept.write(dataset, shard.name)
+        rewritten = recounted_index(data, counts, places)
         dataset.put(index_name(shard.name), rewritten)
         entry = describe_shard(
             shard.name, rewritten, num_bytes=shard.totals.bytes, crc32c=shard.crc32c, etag=shard.etag
         )
-        return entry, sum(a != b for a, b in zip(before, counts, strict=True)), refused
+        past = "" if index.texts is None else texts_name(shard.name, self.text_key)
+        changed = sum(a != b for a, b in zip(before, counts, strict=True))
+        return entry, changed, refused, past if past != written else ""
 
 
 def _iter_texts(
@@ -161,15 +169,9 @@ def recount(
     store: StoreOptions | None = None,
     on_shard: Callable[[ShardEntry, int], None] | None = None,
 ) -> RecountReport:
-    """Count the text tokens and labels of a dataset again.
+    """Count the text tokens and labels of a dataset again; without a processor by estimates, and without labels.
 
-    Args:
-        url: The dataset's folder or URL.
-        processor: A transformers processor, or the name or path of one; None goes back to estimates, without labels.
-        trust_remote_code: Whether the processor may bring its own code.
-        workers: Shards at a time; None: as many as pay for their start.
-        store: How to reach object stores.
-        on_shard: Called with every recounted shard and the number of shards, for progress.
+    `on_shard` is called with every recounted shard and the number of shards.
     """
     begin = time.perf_counter()
     dataset = open_dataset(url, store).store
@@ -181,25 +183,29 @@ def recount(
         processor=processor,
         trust_remote_code=trust_remote_code,
         store=store,
+        text_key=kept_text_key(manifest.tokens.template_sha256, manifest.tokens.library),
     )
     entries: dict[str, ShardEntry] = {}
     refused: dict[str, list[BadSample]] = {}
     num_changed = 0
+    unused = []
     counter = open_counter(processor, trust_remote_code=trust_remote_code)
     if workers is None:
         seconds = manifest.totals.samples * _SECONDS_PER_SAMPLE
         workers = choose_workers(seconds, len(manifest.shards), with_processor=processor is not None)
-    for entry, changed, bad in LocalEngine(workers).run(task, manifest.shards):
+    for entry, changed, bad, past in LocalEngine(workers).run(task, manifest.shards):
+        unused += [past] * bool(past)
         entries[entry.name], refused[entry.name] = entry, bad
         num_changed += changed
         if on_shard is not None:
             on_shard(entry, len(manifest.shards))
     counted = replace(
-        manifest,
-        shards=ShardList.of(entries[shard.name] for shard in manifest.shards),
-        tokens=counter.note,
+        manifest, shards=ShardList.of(entries[shard.name] for shard in manifest.shards), tokens=counter.note
     )
     save_manifest(dataset, counted)
+    for name in unused:
+        with suppress(StorageError):  # nobody reads it: it may stay where nothing may be deleted
+            dataset.delete(name)
     return RecountReport(
         url=dataset.root,
         digest=counted.digest,
@@ -222,12 +228,9 @@ class GuessFit(NamedTuple):
     num_samples: int
 
     def correct(self, tokens: Ints, text: Ints, capacity: int) -> Ints:
-        """Return [n] safe lengths of samples.
+        """Return [n] safe lengths of samples, from their lengths by the guess and the text [n] that is a part of them.
 
-        Args:
-            tokens: [n] Lengths by the guess.
-            text: [n] The guess of their text, a part of them.
-            capacity: Of a row. What is likely to fit a row alone is not made longer than a row.
+        What is likely to fit a row of that capacity alone is not made longer than a row.
         """
         likely = self.slope * text + self.offset
         safe = tokens - text + np.ceil(self.margin * likely).astype(np.int64)
@@ -236,21 +239,22 @@ class GuessFit(NamedTuple):
         return corrected
 
 
+def _text_count(processor: Any, geometry: Geometry, steps: Steps | None) -> Callable[[Conversation, MediaSizes], int]:
+    if steps is None or not steps.changes_text:
+        return TextCounter(processor, geometry).count
+    counter = ExactCounter("", processor, steps)
+    return lambda conversation, sizes: counter.count(conversation, sizes).text_tokens
+
+
 def fit_guess(
-    dataset: OpenDataset, processor: Any, geometry: Geometry, options: StoreOptions | None
+    dataset: OpenDataset, processor: Any, geometry: Geometry, options: StoreOptions | None, steps: Steps | None = None
 ) -> GuessFit | None:
     """Count a few samples, spread evenly over a dataset, and compare with the counts of its index.
 
-    Args:
-        dataset: Its text was guessed.
-        processor: The one that trains.
-        geometry: Of that processor.
-        options: How to reach object stores.
-
-    Returns:
-        The line through guesses and counts, the same in every process; None where not one sample could be counted.
+    Returns the line through guesses and counts, the same in every process; None where not one sample could be counted.
+    `steps` say how samples are encoded, if not as the processor's chat template and call have it.
     """
-    counter = TextCounter(processor, geometry)
+    count_text = _text_count(processor, geometry, steps)
     manifest = dataset.manifest
     tars = open_store(manifest.tars, options) if manifest.tars else dataset.store
     shards = [number for number, samples in enumerate(manifest.shards.column("samples")) if samples]
@@ -263,7 +267,7 @@ def fit_guess(
             try:
                 names = [member.name for member in index.members(row)]
                 conversation = to_conversation(manifest.fields, names, texts)
-                count = counter.count(conversation, _sizes(index, row, conversation))
+                count = count_text(conversation, _sizes(index, row, conversation))
             except Exception as error:  # a bad sample, of which training will say more
                 blame_sample(error, "convert", "bad_form", "the sample cannot be counted")
                 continue

@@ -7,50 +7,38 @@ rows. The same samples give the same bytes. Records, stores and other shards are
 The tar as a whole gets a crc32c too: a sha256 of it would cost as much as reading and writing together.
 """
 
-from __future__ import annotations
-
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
 import crc32c
 
+from vlm_stream.convert.clip_tables import NO_TABLE, TableFile, rest_checksums
+from vlm_stream.convert.sample import Sample
 from vlm_stream.convert.tar import END_OF_TAR, member_header, padding
+from vlm_stream.convert.text_file import NO_TEXT
 from vlm_stream.errors import BadSampleError
-from vlm_stream.format import index_schema, read_table, write_table
+from vlm_stream.format import (
+    CLIP_COLUMNS,
+    KEYFRAMES,
+    MOST_OF_MEDIUM,
+    TEXT_COLUMN,
+    index_schema,
+    read_table,
+    write_table,
+)
 from vlm_stream.storage import Member
+from vlm_stream.tokens import MediaSizes, pack_steps
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vlm_stream.convert.sample import Sample
-    from vlm_stream.tokens import MediaSizes
-
-__all__ = [
-    "SampleCounts",
-    "SampleRow",
-    "ShardWriter",
-    "check_fits_index",
-    "encode_index",
-    "recounted_index",
-    "write_all",
-]
-
-_LARGEST: Final = 2**31 - 1
-"""Counts and sizes have 32 bits in an index; places in a shard have 64."""
-_BATCH_BYTES: Final = 1 << 20
-"""Small samples are written together."""
-_MAX_VECTORS: Final = 512
-"""Pieces in one call; systems allow 1,024."""
+_LARGEST: Final = 2**31 - 1  # counts and sizes have 32 bits in an index; places in a shard have 64
 
 
 class SampleCounts(NamedTuple):
     """What a sample's text costs; named as the columns of an index are."""
 
-    text_tokens: int
-    """All of it, one for every media placeholder."""
-    label_tokens: int = -1
-    """Those that are learned: they have a label, and a token before them. -1: unknown."""
+    text_tokens: int  # all of it, one for every media placeholder
+    label_tokens: int = -1  # those that are learned: they have a label, and a token before them. -1: unknown.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +46,8 @@ class SampleRow:
     """One sample in its shard."""
 
     key: str
-    id: str | None = None
-    """The record's own; None: it has none."""
-    entry: str = ""
-    """Name of the meta file's entry, or of the file, that it came from."""
+    id: str | None = None  # the record's own; None: it has none
+    entry: str = ""  # name of the meta file's entry, or of the file, that it came from
     offset: int
     size: int
     crc32c: int
@@ -69,6 +55,12 @@ class SampleRow:
     label_tokens: int
     sizes: MediaSizes
     members: tuple[Member, ...]
+    clips: tuple[int, int, int] = NO_TABLE
+    """Offset, size and crc32c of the tables of its clips, in the file of tables."""
+    gops: tuple[int, ...] = ()
+    """Groups of pictures of each video; 0: not known."""
+    texts: tuple[int, int, int] = NO_TEXT
+    """Offset, size and crc32c of the tokens of its text, in the file of texts."""
 
     def to_tuple(self) -> tuple[Any, ...]:
         """Return the values in the order of the schema's columns and of their structs' fields."""
@@ -86,27 +78,43 @@ class SampleRow:
             [(v.frames, v.height, v.width, v.fps, v.seconds, len(v.picked)) for v in sizes.videos],
             [(audio.samples, audio.rate) for audio in sizes.audios],
             self.members,
+            self.clips,
+            self.gops or (0,) * len(sizes.videos),
+            [pack_steps(video.keyframes) for video in sizes.videos],
+            self.texts,
         )
 
 
 def encode_index(rows: Sequence[SampleRow]) -> bytes:
-    """Return the Parquet bytes of rows."""
     import pyarrow as pa
 
-    schema = index_schema()
-    columns = zip(*(row.to_tuple() for row in rows), strict=True) if rows else [[] for _ in schema.names]
-    arrays = [pa.array(values, type=column.type) for values, column in zip(columns, schema, strict=True)]
+    names = [*index_schema().names, *CLIP_COLUMNS, KEYFRAMES, TEXT_COLUMN]
+    columns = dict(zip(names, zip(*map(SampleRow.to_tuple, rows), strict=True), strict=True)) if rows else {}
+    absent: set[str] = set()
+    if not any(row.clips != NO_TABLE for row in rows):
+        absent.update(CLIP_COLUMNS)
+    if not any(row.sizes.videos for row in rows):
+        absent.add(KEYFRAMES)
+    if not any(row.texts != NO_TEXT for row in rows):
+        absent.add(TEXT_COLUMN)
+    schema = index_schema(tuple(name for name in names if name not in absent))
+    arrays = [pa.array(columns.get(column.name, ()), type=column.type) for column in schema]
     return write_table(pa.table(arrays, schema=schema))
 
 
-def recounted_index(data: bytes, counts: Sequence[SampleCounts]) -> bytes:
-    """Return an index with other counts and all else as it was."""
+def recounted_index(data: bytes, counts: Sequence[SampleCounts], texts: Sequence[tuple[int, int, int]] = ()) -> bytes:
+    """Return an index with other counts and places of texts, and all else as it was."""
     import pyarrow as pa
 
     table = read_table(data, "index")
     for name in SampleCounts._fields:
         values = pa.array([getattr(sample, name) for sample in counts], type=pa.int32())
         table = table.set_column(table.schema.get_field_index(name), name, values)
+    if TEXT_COLUMN in table.column_names:
+        table = table.drop_columns([TEXT_COLUMN])
+    if any(place != NO_TEXT for place in texts):
+        (column,) = index_schema((TEXT_COLUMN,))
+        table = table.append_column(column, pa.array(texts, type=column.type))
     return write_table(table)
 
 
@@ -114,16 +122,21 @@ def check_fits_index(text_tokens: int, sizes: MediaSizes) -> None:
     """Raise `BadSampleError` for a sample with a number that an index cannot hold: it would end the whole shard."""
     sides = [side for image in sizes.images for side in (image.height, image.width)]
     sides += [side for video in sizes.videos for side in (video.height, video.width)]
-    numbers = {
-        "text tokens": [text_tokens],
-        "pixels a side": sides,
-        "frames": [number for video in sizes.videos for number in (video.frames, len(video.picked))],
-        "Hz": [audio.rate for audio in sizes.audios],
+    videos, audios = sizes.videos, sizes.audios
+    frames = [number for video in videos for number in (video.frames, len(video.picked))]
+    numbers: dict[str, tuple[Sequence[float], float]] = {
+        "text tokens": ([text_tokens], _LARGEST),
+        "pixels a side": (sides, MOST_OF_MEDIUM["width"]),
+        "frames": (frames, MOST_OF_MEDIUM["frames"]),
+        "frames a second": ([video.fps for video in videos], MOST_OF_MEDIUM["fps"]),
+        "seconds": ([video.seconds for video in videos], MOST_OF_MEDIUM["seconds"]),
+        "samples of sound": ([audio.samples for audio in audios], MOST_OF_MEDIUM["samples"]),
+        "Hz": ([audio.rate for audio in audios], MOST_OF_MEDIUM["rate"]),
     }
-    for what, values in numbers.items():
-        wrong = next((value for value in values if not 0 <= value <= _LARGEST), None)
+    for what, (values, most) in numbers.items():
+        wrong = next((value for value in values if not 0 <= value <= most), None)
         if wrong is not None:
-            detail = f"the sample claims {wrong} {what}, which no index holds: it goes from 0 to {_LARGEST}."
+            detail = f"the sample claims {wrong} {what}, which no index holds: it goes from 0 to {most:.0f}."
             raise BadSampleError("convert", "number_too_large", detail)
 
 
@@ -134,27 +147,39 @@ class ShardWriter:
         """Write to an open file without a buffer of its own, from its beginning."""
         self._file = file
         self._crc = 0
-        self._batch: list[bytes] = []
-        self._batch_bytes = 0
         self.num_bytes = 0
         self.rows: list[SampleRow] = []
+        self.tables = TableFile()
+        self._files: dict[str, tuple[str, Member]] = {}
+        """Path of a file of which a part is shown -> what it is called in the tar, and where it lies."""
+
+    def name_outside(self, url: str, num_bytes: int) -> None:
+        """Let samples show a file that is not in the tar."""
+        self._files[url] = url, Member(url, -1, num_bytes)
 
     def add(self, key: str, sample: Sample, counts: SampleCounts) -> None:
-        """Append one sample with all of its members."""
+        """Append one sample with its members; a file of which other samples show a part as well is stored once."""
         begin = position = self.num_bytes
-        crc = 0
+        pieces: list[bytes] = []
+        stored = {name: self._files[path] for name, path in sample.files.items() if path in self._files}
+        sample = sample.with_shared({name: place for name, (place, _) in stored.items()})
         places = []
         for name, content in sample.members:
             header = member_header(f"{key}.{name}", len(content))
             places.append(Member(name, position + len(header), len(content)))
-            for piece in (header, content, bytes(padding(len(content)))):
-                crc = crc32c.crc32c(piece, crc)
-                position += len(piece)
-                self._batch.append(piece)
-        self._batch_bytes += position - begin
-        if self._batch_bytes >= _BATCH_BYTES:
-            self._write_batch()
-        self.num_bytes = position
+            pieces += (header, content, bytes(padding(len(content))))
+            position += sum(map(len, pieces[-3:]))
+            if name in sample.files:
+                self._files[sample.files[name]] = f"{key}.{name}", places[-1]
+        clips = NO_TABLE
+        if sample.clips is not None:
+            is_clip = [
+                part and name in sample.clips.clips for name, _ in sample.members for part in (False, True, False)
+            ]
+            clips = self.tables.add(sample.clips, rest_checksums(zip(pieces, is_clip, strict=True)))
+        self.tables.whole.update(sample.whole)
+        data = b"".join(pieces)
+        self._write(data)
         self.rows.append(
             SampleRow(
                 key=key,
@@ -162,34 +187,28 @@ class ShardWriter:
                 entry=sample.entry,
                 offset=begin,
                 size=position - begin,
-                crc32c=crc,
-                text_tokens=counts.text_tokens,
-                label_tokens=counts.label_tokens,
+                crc32c=crc32c.crc32c(data),
+                **counts._asdict(),
                 sizes=sample.sizes,
-                members=tuple(places),
+                members=(*places, *(member._replace(name=name) for name, (_, member) in stored.items())),
+                clips=clips,
+                gops=() if sample.clips is None else sample.clips.gops,
             )
         )
 
     def finish(self) -> int:
         """Write the end of the tar; return the crc32c of the whole."""
-        self._batch.append(END_OF_TAR)
-        self._write_batch()
-        self.num_bytes += len(END_OF_TAR)
+        self._write(END_OF_TAR)
         return self._crc
 
-    def _write_batch(self) -> None:
-        pieces, self._batch, self._batch_bytes = self._batch, [], 0
-        for piece in pieces:
-            self._crc = crc32c.crc32c(piece, self._crc)
-        write_all(self._file.fileno(), pieces)
+    def _write(self, data: bytes) -> None:
+        self._crc = crc32c.crc32c(data, self._crc)
+        self.num_bytes += len(data)
+        write_all(self._file.fileno(), [data])
 
 
 def write_all(descriptor: int, pieces: list[bytes]) -> None:
-    """Write many pieces with few calls and no copies."""
-    for first in range(0, len(pieces), _MAX_VECTORS):
-        some = pieces[first : first + _MAX_VECTORS]
-        written = os.writev(descriptor, some) if hasattr(os, "writev") else 0
-        if written < sum(map(len, some)):  # interrupted, or more than one call takes, or Windows
-            rest = memoryview(b"".join(some))[written:]
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+    """Write pieces one after the other; a call may take less than it is given."""
+    rest = memoryview(b"".join(pieces))
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]

@@ -22,16 +22,17 @@ import numpy as np
 
 from vlm_stream.convert.counting import open_counter
 from vlm_stream.convert.job import JOB_FOLDER, ShardPart, part_name, sample_key, shard_name
-from vlm_stream.convert.media_bytes import MediaReader
+from vlm_stream.convert.media_bytes import DEFAULT_RULES, MediaReader, MediaRules
 from vlm_stream.convert.rows import ShardWriter, check_fits_index, encode_index, write_all
 from vlm_stream.convert.sample import build_sample, sample_bytes_bound
-from vlm_stream.errors import StorageError, blame_sample
-from vlm_stream.format import describe_shard, index_name
+from vlm_stream.convert.worker import is_left_out, working_on
+from vlm_stream.errors import BadSampleError, StorageError, blame_sample
+from vlm_stream.format import clips_name, describe_shard, index_name
 from vlm_stream.ledger import BadSample
 from vlm_stream.storage import open_store, scheme_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from vlm_stream.convert.job import Ints
     from vlm_stream.convert.rows import SampleCounts
@@ -71,13 +72,21 @@ class ShardContext:
     out: str
     processor: Any = None
     trust_remote_code: bool = False
-    confine_media: bool = False
+    media: MediaRules = DEFAULT_RULES
     exif_rotate: bool = False
     store: StoreOptions | None = None
 
-    def __call__(self, task: ShardTask) -> ShardPart:
-        """Write one shard."""
-        return write_shard(self, task)
+    def __call__(self, tasks: Sequence[ShardTask]) -> list[ShardPart]:
+        """Write shards, one after the other."""
+        self._remember()
+        parts = [write_shard(self, task) for task in tasks]
+        self._remember()
+        return parts
+
+    def _remember(self) -> None:
+        """Keep what was measured beside the shards, where this machine writes them."""
+        if (folder := Path(self.out)).is_absolute():
+            open_counter(self.processor, trust_remote_code=self.trust_remote_code).remember_in(folder)
 
     def build(self, record: Record) -> tuple[Sample, SampleCounts]:
         """Return the sample and what its text costs.
@@ -86,10 +95,10 @@ class ShardContext:
             BadSampleError: It cannot be used.
         """
         counter = open_counter(self.processor, trust_remote_code=self.trust_remote_code)
-        sample = build_sample(record, _open_reader(self.confine_media, self.store), exif_rotate=self.exif_rotate)
-        counts = counter.count(sample.conversation, sample.sizes, record.extras.get("_text_tokens"))
+        sample = build_sample(record, _open_reader(self.media, self.store), exif_rotate=self.exif_rotate)
+        counts, tokens = counter.count_and_keep(sample.conversation, sample.sizes, record.extras.get("_text_tokens"))
         check_fits_index(counts.text_tokens, sample.sizes)
-        return sample, counts
+        return sample.with_tokens(tokens), counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +108,7 @@ class RecordSizer:
     source: RecordSource
     options: StoreOptions | None
     chunk: int
+    media: MediaRules = DEFAULT_RULES
 
     def __call__(self, begin: int) -> tuple[int, Ints]:
         """Return `begin` and the sizes."""
@@ -106,8 +116,11 @@ class RecordSizer:
         return begin, np.array([self._measure(number) for number in range(begin, end)], dtype=np.int64)
 
     def _measure(self, number: int) -> int:
+        if is_left_out(number):
+            return 0
         try:
-            return sample_bytes_bound(self.source.read(number), _open_reader(False, self.options))
+            with working_on(number):
+                return sample_bytes_bound(self.source.read(number), _open_reader(self.media, self.options))
         except Exception as error:
             blame_sample(error, "convert", "bad_record", "the record cannot be measured")
             return 0  # it will not be in any shard
@@ -144,25 +157,36 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
     with _staged(store, name) as file:
         writer = ShardWriter(file)
         for record in task.records.tolist():
-            _add_record(writer, context, record, bad)
+            with working_on(record):
+                _add_record(writer, context, record, bad)
         crc32c = writer.finish()
+    if tables := writer.tables.to_bytes():
+        _put(store, clips_name(name), tables)
     index = encode_index(writer.rows)
     _put(store, index_name(name), index)
     etag = None if is_local(store) else store.head(name).etag
     entry = describe_shard(name, index, num_bytes=writer.num_bytes, crc32c=crc32c, etag=etag)
-    part = ShardPart(number=task.number, entry=entry, bad=tuple(bad))
+    part = ShardPart(number=task.number, entry=entry, bad=tuple(bad), whole=dict(writer.tables.whole))
     _put(store, part_name(task.number), part.to_json().encode())
     return part
 
 
 @cache
-def _open_reader(confine: bool, options: StoreOptions | None) -> MediaReader:
+def _open_reader(rules: MediaRules, options: StoreOptions | None) -> MediaReader:
     """Return this process's reader: its connections outlive a shard."""
-    return MediaReader(confine=confine, options=options)
+    return MediaReader(rules, options)
 
 
 def _add_record(writer: ShardWriter, context: ShardContext, number: int, bad: list[BadSample]) -> None:
     """Append one record to the shard, or note why not."""
+    if is_left_out(number):
+        name, origin = _locate(context.source, number)
+        detail = (
+            "every process that worked on it died, so it is left out. Decode its media by themselves to see why, and "
+            "leave it out of the data or write its media again"
+        )
+        bad.append(_bad_sample(name, origin, "", BadSampleError("convert", "killed_process", detail)))
+        return
     try:
         record = context.source.read(number)
     except Exception as error:  # a record can hold anything in any place
@@ -278,7 +302,9 @@ def flush_in_background(folder: str, parts: Iterable[ShardPart], *, kept: Iterab
 def _flush(folder: str, number: int) -> None:
     tar = shard_name(number)
     try:
-        for name in (tar, index_name(tar)):
+        for name in (tar, clips_name(tar), index_name(tar)):
+            if name == clips_name(tar) and not Path(folder, name).exists():
+                continue
             descriptor = os.open(Path(folder, name), os.O_RDONLY)
             try:
                 os.fsync(descriptor)

@@ -6,27 +6,20 @@ on a page, is not known here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from vlm_stream.convert.in_place import open_dataset
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy.typing as npt
-
-    from vlm_stream.format import TokenCounting, Totals
-    from vlm_stream.storage import StoreOptions
-    from vlm_stream.tokens import MediaColumns
-
-__all__ = ["DatasetStats", "Histogram", "dataset_stats", "histogram_of"]
+from vlm_stream.format import TokenCounting, Totals
+from vlm_stream.storage import StoreOptions
+from vlm_stream.tokens import Geometry, MediaColumns, count_tokens
 
 _NUM_BINS: Final = 16
-_WIDE: Final = 30.0
-"""Values that span more than this factor get bins that grow by a factor."""
+_WIDE: Final = 30.0  # values that span more than this factor get bins that grow by a factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +28,8 @@ class Histogram:
 
     name: str
     unit: str
-    edges: tuple[float, ...]
-    """[bins + 1] Half-open bins, the last one closed."""
-    counts: tuple[int, ...]
-    """[bins]"""
+    edges: tuple[float, ...]  # [bins + 1] Half-open bins, the last one closed
+    counts: tuple[int, ...]  # [bins]
     num_values: int
     total: float
     mean: float
@@ -47,18 +38,36 @@ class Histogram:
     p95: float
     high: float
 
+    def label(self, number: int) -> str:
+        """Return the range of one bin: whole numbers without a fraction, single values alone."""
+        begin, end = self.edges[number : number + 2]
+        if begin == int(begin) and end == begin + 1:
+            return f"{int(begin):,}"
+        digits = 0 if end - begin >= 2 else 2
+        return f"{begin:,.{digits}f} - {end:,.{digits}f}"
+
+    @property
+    def is_log(self) -> bool:
+        """Tell whether bins grow by a factor, as where values span a wide range."""
+        return len(self.edges) > 3 and self.edges[-1] - self.edges[-2] > 2 * (self.edges[2] - self.edges[1])
+
+    @property
+    def facts(self) -> str:
+        """Return the distribution in one line."""
+        return (
+            f"{self.num_values:,} values, mean {self.mean:,.1f}, median {self.median:,.1f}, p95 {self.p95:,.1f}, "
+            f"from {self.low:,.6g} to {self.high:,.6g}"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryStats:
     """What came from one entry of the meta file, or from one file."""
 
-    totals: Totals
-    """Its bytes are those of samples alone."""
-    length: int | None
-    """Tokens with media, for the processor that was named."""
+    totals: Totals  # its bytes are those of samples alone
+    length: int | None  # tokens with media, for the processor that was named
 
     def __add__(self, other: EntryStats) -> EntryStats:
-        """Add up."""
         length = None if self.length is None or other.length is None else self.length + other.length
         return EntryStats(totals=self.totals + other.totals, length=length)
 
@@ -73,11 +82,11 @@ class DatasetStats:
     totals: Totals
     tokens: TokenCounting
     dropped: dict[str, int]
+    whole: dict[str, int]  # clips of which no table could be made
     entries: dict[str, EntryStats]
     histograms: tuple[Histogram, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the numbers as JSON values."""
         return asdict(self)
 
 
@@ -128,13 +137,13 @@ def dataset_stats(
 ) -> DatasetStats:
     """Read the indexes of a dataset and return its distributions.
 
-    Args:
-        url: The dataset's folder or URL.
-        store: How to reach object stores.
-        count_tokens: Gives the length of samples with their media, for some processor; without it only text is counted.
+    `count_tokens` gives the length of samples with their media; without it they are counted for the processor that the
+    dataset was converted with, and where there was none only text is.
     """
     dataset = open_dataset(url, store, need="members")
     manifest = dataset.manifest
+    if count_tokens is None and manifest.tokens.geometry:
+        count_tokens = _counter(manifest.geometry)
     columns: dict[tuple[str, str], list[npt.NDArray[Any]]] = {}
     entries: dict[str, EntryStats] = {}
     for index in dataset.indexes():
@@ -153,15 +162,18 @@ def dataset_stats(
         totals=manifest.totals,
         tokens=manifest.tokens,
         dropped=manifest.dropped,
+        whole=manifest.whole,
         entries=dict(sorted(entries.items())),
         histograms=tuple(histogram for histogram in histograms if histogram is not None),
     )
 
 
+def _counter(geometry: Geometry) -> Callable[[MediaColumns], npt.NDArray[np.int64]]:
+    return lambda media: count_tokens(media, geometry).tokens
+
+
 def _quantities(
-    media: MediaColumns,
-    size: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64] | None,
+    media: MediaColumns, size: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64] | None
 ) -> dict[tuple[str, str], npt.NDArray[Any]]:
     """Return the values of some shards by (name, unit)."""
     found: dict[tuple[str, str], npt.NDArray[Any]] = {}

@@ -7,28 +7,13 @@ Header blocks are those of `tarfile`. The pass is not: `tarfile` takes a damaged
 end, and what follows would be lost in silence.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tarfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vlm_stream.errors import DatasetError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-__all__ = [
-    "END_OF_TAR",
-    "TarGap",
-    "TarMember",
-    "iter_members",
-    "iter_pieces",
-    "member_header",
-    "padding",
-    "split_member_name",
-]
 
 END_OF_TAR: Final = bytes(2 * tarfile.BLOCKSIZE)
 _REGULAR: Final = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
@@ -51,17 +36,14 @@ class TarMember:
     """One regular file of a tar, with its bytes."""
 
     name: str
-    begin: int
-    """First byte of its first header block, extension headers included."""
-    offset: int
-    """First content byte."""
+    begin: int  # first byte of its first header block, extension headers included
+    offset: int  # first content byte
     header: bytes
     content: bytes
     pad: bytes
 
     @property
     def end(self) -> int:
-        """Return the first byte after the padding."""
         return self.offset + len(self.content) + len(self.pad)
 
 
@@ -71,12 +53,9 @@ class TarGap:
 
     begin: int
     end: int
-    fault: str
-    """A sentence with the offset."""
-    name: str = ""
-    """What the damaged header calls its file, as far as it can be read."""
-    goes_on: bool = False
-    """Whether a whole header follows."""
+    fault: str  # a sentence with the offset
+    name: str = ""  # what the damaged header calls its file, as far as it can be read
+    goes_on: bool = False  # whether a whole header follows
 
 
 def padding(size: int) -> int:
@@ -108,11 +87,7 @@ def split_member_name(name: str) -> tuple[str, str]:
 
 
 def iter_members(read: Callable[[int], bytes], *, begin: int = 0) -> Iterator[TarMember]:
-    """Yield the regular files of a tar, in order, in one pass; see `iter_pieces`.
-
-    Raises:
-        DatasetError: A header is damaged, the tar is cut short, or it holds a sparse file; the sentence has the offset.
-    """
+    """Yield the regular files of a tar, in order, in one pass; see `iter_pieces`."""
     for piece in iter_pieces(read, begin=begin):
         if isinstance(piece, TarGap):
             raise DatasetError(piece.fault)
@@ -161,8 +136,7 @@ class _Pass:
         self._read_bytes = read
         self.position = position
         self._shared: dict[str, str] = {}
-        self._found = b""
-        """A header block that was found behind a gap."""
+        self._found = b""  # a header block that was found behind a gap
 
     def next_member(self) -> TarMember | None:
         """Return the next regular file; None at the end of the bytes."""

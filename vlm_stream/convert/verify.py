@@ -1,7 +1,7 @@
 """Verification: every checksum, range and count of a dataset against its tars.
 
-Enters: a dataset's URL. Leaves: problems, each with shard, key and offset; nothing is changed and nothing is decoded.
-Shards are checked side by side, each in one pass.
+Enters: a dataset's URL. Leaves: problems, each with shard, key and offset; nothing is changed, and of media only the
+first picture of clips with tables is decoded. Shards are checked side by side, each in one pass.
 """
 
 from __future__ import annotations
@@ -18,8 +18,21 @@ from vlm_stream.conversation import iter_media
 from vlm_stream.convert.engines import LocalEngine, choose_workers
 from vlm_stream.convert.in_place import open_dataset
 from vlm_stream.convert.tar import iter_members
+from vlm_stream.convert.text_file import check_texts
+from vlm_stream.convert.verify_clips import check_table, read_tables
+from vlm_stream.encode import kept_text_key
 from vlm_stream.errors import BadSampleError, DatasetError, NotFoundError
-from vlm_stream.format import ShardIndex, decode_index, index_name, is_text_member, load_manifest, to_conversation
+from vlm_stream.format import (
+    ShardIndex,
+    check_place,
+    clips_name,
+    decode_index,
+    index_name,
+    is_text_member,
+    load_manifest,
+    texts_name,
+    to_conversation,
+)
 from vlm_stream.storage import ObjectReader, crc32c_of, open_store
 
 if TYPE_CHECKING:
@@ -27,8 +40,6 @@ if TYPE_CHECKING:
 
     from vlm_stream.format import FieldMap, ShardEntry
     from vlm_stream.storage import Store, StoreOptions
-
-__all__ = ["Problem", "VerifyReport", "verify_dataset"]
 
 _BYTES_PER_SECOND: Final = 4e8
 """About what one process checks."""
@@ -77,10 +88,20 @@ class _Checker:
     tars: str
     fields: FieldMap
     store: StoreOptions | None
+    named: tuple[str, ...]
+    text_key: str
+    """Of the tokens that are kept beside the indexes."""
 
     def __call__(self, shard: ShardEntry) -> tuple[ShardEntry, list[Problem]]:
-        check = _ShardCheck(shard=shard, fields=self.fields)
-        index = check.read_index(open_store(self.root, self.store))
+        check = _ShardCheck(shard=shard, fields=self.fields, store=self.store)
+        dataset = open_store(self.root, self.store)
+        index = check.read_index(dataset)
+        for url in () if index is None else index.outside():
+            check_place(url, self.root, self.named)
+        check.read_tables(dataset, index)
+        if index is not None:
+            for row, detail in check_texts(dataset, index, texts_name(shard.name, self.text_key)):
+                check.note("wrong_tokens", detail, key=index.key(row), offset=int(index.offset[row]))
         check.read_tar(open_store(self.tars or self.root, self.store), index)
         return shard, check.problems
 
@@ -101,12 +122,20 @@ def verify_dataset(
         on_shard: Called with every checked shard, the number of shards and its number of problems, for progress.
 
     Raises:
-        DatasetError: There is no manifest that could be checked.
+        DatasetError: There is no manifest that could be checked, or it names files that you have not allowed.
     """
     begin = time.perf_counter()
-    dataset = open_dataset(url, store, need="members").store
+    opened = open_dataset(url, store, need="members")
+    dataset = opened.store
     manifest = load_manifest(dataset)
-    checker = _Checker(root=dataset.root, tars=manifest.tars, fields=manifest.fields, store=store)
+    checker = _Checker(
+        root=dataset.root,
+        tars=manifest.tars,
+        fields=manifest.fields,
+        store=store,
+        named=opened.named,
+        text_key=kept_text_key(manifest.tokens.template_sha256, manifest.tokens.library),
+    )
     found: dict[str, list[Problem]] = {}
     if workers is None:
         workers = choose_workers(manifest.totals.bytes / _BYTES_PER_SECOND, len(manifest.shards))
@@ -142,6 +171,11 @@ class _ShardCheck:
     shard: ShardEntry
     fields: FieldMap
     problems: list[Problem] = field(default_factory=list)
+    tables: bytes = b""
+    """The file of tables of clips."""
+    store: StoreOptions | None = None
+    checked: dict[int | str, bytes] = field(default_factory=dict)
+    """Places of clips -> their tables, which were found to be right."""
 
     def note(self, kind: str, detail: str, *, key: str = "", offset: int = -1) -> None:
         """Add a problem."""
@@ -164,6 +198,13 @@ class _ShardCheck:
             return None
         self._check_totals(index)
         return index
+
+    def read_tables(self, store: Store, index: ShardIndex | None) -> None:
+        """Read the file of tables of clips, if there is to be one."""
+        if index is not None:
+            self.tables, fault = read_tables(store, index, clips_name(self.shard.name))
+            if fault:
+                self.note("wrong_tables", fault)
 
     def _check_totals(self, index: ShardIndex) -> None:
         counted = asdict(index.columns.totals(self.shard.totals.bytes))
@@ -237,15 +278,17 @@ class _ShardCheck:
             self.note("damaged_header", str(error), key=key, offset=offset)
             return
         places = [(member.name, member.offset, len(member.content)) for member in found]
-        members = index.members(row)
-        if places != [(f"{key}.{member.name}", member.offset, member.size) for member in members]:
+        members = index.span(row).members
+        if places != [(f"{key}.{name}", begin, size) for name, begin, size in members]:
             self.note("wrong_members", "the tar's members are not the index's.", key=key, offset=offset)
             return
+        for detail in check_table(index, row, self.tables, data, self.checked, self.store):
+            self.note("wrong_tables", detail, key=key, offset=offset)
         if self.fields.layout == "bytes":
             return
-        texts = {m.name: f.content for m, f in zip(members, found, strict=True) if is_text_member(m.name)}
+        texts = {name: each.content for (name, *_), each in zip(members, found, strict=True) if is_text_member(name)}
         try:
-            conversation = to_conversation(self.fields, [member.name for member in members], texts)
+            conversation = to_conversation(self.fields, [member.name for member in index.members(row)], texts)
         except BadSampleError as error:
             self.note(error.reason, str(error), key=key, offset=offset)
             return

@@ -3,13 +3,16 @@
 Enters: the work of blueprints, and what finished batches took, stage by stage. Leaves: expected seconds and bytes. Each
 stage is a sum of non-negative weights times features, fitted by least squares; old batches count less and less. The
 first weights are guesses of the right order. Estimates decide when something is built, never what is delivered.
+`vlm-stream bench` saves what was learned, and `vlm-stream plan` counts core-seconds with it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+
+from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,10 +23,8 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-__all__ = ["CostModel"]
-
+_FEATURES: Final = ("batches", "samples", "kilotokens", "megabytes", "image_megapixels", "video_megapixels")
 _SCALES: Final = np.array([1.0, 1.0, 1e3, 1e6, 1e6, 1e6])
-"""Features: one batch, samples, thousands of tokens, megabytes, megapixels of images, megapixels of frames."""
 _GUESSES: Final = {
     "fetch": np.array([0.005, 0.0, 0.0, 0.01, 0.0, 0.0]),
     "encode": np.array([0.0, 0.002, 0.001, 0.0, 0.02, 0.005]),
@@ -39,9 +40,41 @@ _FIT_EVERY: Final = 8
 class CostModel:
     """Learns what batches take."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Mapping[str, Floats] = _GUESSES) -> None:
         """Start with the guesses."""
-        self._stages = {name: _Stage(guess) for name, guess in _GUESSES.items()}
+        self._stages = {name: _Stage(guess) for name, guess in weights.items()}
+        self.num_learned = 0
+        """Batches that were taken in."""
+
+    @classmethod
+    def from_dict(cls, saved: Any) -> CostModel:
+        """Return the model that `to_dict` wrote.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        try:
+            weights = {stage: np.array([float(saved[stage][name]) for name in _FEATURES]) for stage in _GUESSES}
+            model = cls(weights)
+            model.num_learned = int(saved["batches"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"these are no costs of building ({type(error).__name__}: {error}), so core-seconds cannot be counted "
+                f"with them; write them with: vlm-stream bench ... --save-costs FILE"
+            ) from None
+        return model
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return seconds (or bytes) per feature, stage by stage, as JSON values."""
+        stages = {
+            name: dict(zip(_FEATURES, stage.weights.tolist(), strict=True)) for name, stage in self._stages.items()
+        }
+        return {"batches": self.num_learned, **stages}
+
+    def core_seconds(self, work: Work) -> float:
+        """Return the expected time in which a core is busy: what is fetched is waited for."""
+        features = _features(work)
+        return sum(self._stages[name].predict(features) for name in ("encode", "collate"))
 
     def seconds(self, work: Work) -> float:
         """Return the expected time from the start of fetching to a finished batch."""
@@ -55,6 +88,7 @@ class CostModel:
     def learn(self, work: Work, seconds: Mapping[str, float], num_bytes: int) -> None:
         """Take in what a finished batch took."""
         features = _features(work)
+        self.num_learned += 1
         for name, taken in (*seconds.items(), ("bytes", float(num_bytes))):
             if name in self._stages:
                 self._stages[name].learn(features, taken)
@@ -64,14 +98,14 @@ class _Stage:
     """One weighted sum."""
 
     def __init__(self, guess: Floats) -> None:
-        self._weights = guess
+        self.weights = guess
         self._guess = guess
         self._squares = np.zeros((len(guess), len(guess)))
         self._products = np.zeros(len(guess))
         self._num_new = 0
 
     def predict(self, features: Floats) -> float:
-        return float(features @ self._weights)
+        return float(features @ self.weights)
 
     def learn(self, features: Floats, taken: float) -> None:
         self._squares = _FORGET * self._squares + np.outer(features, features)
@@ -94,7 +128,7 @@ class _Stage:
             if (weights >= 0).all():
                 break
             used[int(np.argmin(weights * np.sqrt(usual)))] = False
-        self._weights = weights
+        self.weights = weights
 
 
 def _features(work: Work) -> Floats:

@@ -1,74 +1,48 @@
 """The dispatcher: blueprints in, deliveries out in plan order, built by a pool.
 
 Enters: blueprints with what comes with each, pulled from the plan by a thread; and a pool. Leaves: the deliveries. What
-is begun when and by whom is in `schedule.py`; here are the threads, the losses and the errors. A builder that dies,
-hangs or grows is replaced, and its batches are built by others: nothing is lost, repeated or reordered.
-
-A sample that ends its process would do so for ever. Losses are counted for the sample that was worked on; after the
-second one (the third, if a signal came that may have been sent from outside) the sample is left out.
+is begun when and by whom is in `schedule.py`, who there is in `team.py`, how many there should be in `scaling.py`,
+samples that cost builders in `losses.py`; here are the threads, the losses and the errors. A builder that dies, hangs
+or grows is replaced, and its batches are built by others: nothing is lost, repeated or reordered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import threading
 import time
-from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.dispatch.costs import CostModel
-from vlm_stream.dispatch.pool import Failure, Finished, Joined, Lost
-from vlm_stream.dispatch.processes import say_exit
+from vlm_stream.dispatch.losses import Losses
+from vlm_stream.dispatch.pool import PEER, Failure, Finished, Joined, Lent, Lost
+from vlm_stream.dispatch.scaling import Scaler
 from vlm_stream.dispatch.schedule import Schedule
-from vlm_stream.errors import VlmStreamError, WorkerError
+from vlm_stream.dispatch.team import Team
+from vlm_stream.dispatch.values import DISPATCH_COUNTS
+from vlm_stream.dispatch.watchdog import SAY_S, no_start_error, say_what_is_waited_for
+from vlm_stream.errors import WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from vlm_stream.blueprint import Blueprint, Planned, SampleRef
+    from vlm_stream.blueprint import Planned
     from vlm_stream.build import Delivery
     from vlm_stream.dispatch.pool import Event, Listener, Noted, Pool
-
-__all__ = ["DispatchOptions", "Dispatcher"]
+    from vlm_stream.dispatch.values import DispatchOptions
 
 logger = logging.getLogger(__name__)
 
 _CHECK_S: Final = 0.1
 _JOIN_S: Final = 5.0
-_OWN_LOSSES: Final = 2
-_FOREIGN_LOSSES: Final = 3
-_FOREIGN_SIGNALS: Final = frozenset((signal.SIGKILL, signal.SIGTERM))
-"""Sent by the system or by people, who do not mean the sample; but memory that a sample takes is a cause, too."""
 _SETTLED: Final = 16
 """Batches after which a process has the size that it needs."""
+_FEW: Final = 4
+"""A process builds so many batches before it is replaced for its size: its start takes seconds."""
 _GROWTH: Final = 2 << 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchOptions:
-    """How batches are built ahead."""
-
-    num_workers: int
-    max_bytes: int = 1 << 30
-    """Most bytes of batches that are begun and not taken; one batch for each worker is always allowed."""
-    hang_s: float | None = None
-    """A worker that takes so long over one batch is replaced; None: only when another one has built that batch."""
-    max_restarts: int = 10
-    """Replacements over the life of the dispatcher, after which the run ends; those for samples that were then left
-    out do not count."""
-    max_worker_bytes: int | None = None
-    """A worker larger than this is replaced between batches; None: one that has grown by 2 GB, and to more than twice
-    what it needed for its first batches."""
-
-
-@dataclass(slots=True)
-class _Builder:
-    num_finished: int = 0
-    settled_bytes: int = 0
-    is_retiring: bool = False
+_START_S: Final = 60.0
+"""A builder that is started may take so much longer than one that builds: it imports torch, and loads a processor."""
 
 
 class Dispatcher:
@@ -89,20 +63,28 @@ class Dispatcher:
         self._costs = CostModel()
         self._planned: dict[int, Planned] = {}
         self._changed = threading.Condition()
-        self._builders: dict[int, _Builder] = {}
-        self._num_wanted = options.num_workers
-        self._num_starting = 0
-        self._losses = _Losses()
+        self._scaler = None if options.limits is None else Scaler(*options.limits)
+        self._losses = Losses()
+        self._num_lost_here = self._num_lost_in_row = 0
+        """Processes of this machine; builders elsewhere, since one of them has finished a batch."""
+        self._num_replaced = 0  # over the next batch, when nobody else could build it
+        self._doubted: dict[int, float] = {}
+        """For how long builders were silent that were replaced so: the user has not said how long that may be."""
+        self._has_warned_of_size = False
         self._error: BaseException | None = None
         self._has_plan_ended = False
         self._plan_error: BaseException | None = None
         self._is_closed = False
-        self.num_restarts = 0
-        self.num_recycled = 0
+        self.num_restarts = self.num_recycled = 0
+        self._num_lent = self._num_failed = self._num_bytes = 0
         self._plan = plan
-        self._pool = open_pool(self._on_event)
-        with self._changed:
-            self._fill_pool()
+        with self._changed:  # builders of a named pool may join at once
+            self._pool = open_pool(self._on_event)
+            self._schedule.size = lambda number: self._costs.num_bytes(self._planned[number].blueprint.work)
+            if (nearness := self._pool.nearness) is not None:
+                self._schedule.nearness = lambda builder, number: nearness(builder, self._planned[number].blueprint)
+            numbers = (options.num_workers, options.num_reserves)
+            self._team = Team(self._pool, self._schedule, *numbers, are_remote=options.are_remote)
         self._planner = threading.Thread(target=self._run_plan, name="vlm-stream-plan", daemon=True)
         self._planner.start()
 
@@ -117,29 +99,29 @@ class Dispatcher:
             WorkerError: Too many builders were lost, or one failed in a way that cannot be sent.
         """
         with self._changed:
-            self._schedule.is_waited_for = not self._schedule.has_next
-            try:
-                while not self._schedule.has_next:
-                    self._raise_or_stop()
-                    self._look_for_hangs()
-                    self._move()
-                    self._changed.wait(_CHECK_S)
-            finally:
-                self._schedule.is_waited_for = False
-            number, result = self._schedule.take(time.monotonic())
+            begin = time.monotonic()
+            self._wait_for_next(begin)
+            now = time.monotonic()
+            number, builder, result = self._schedule.take(now)
+            self._num_replaced = 0
             planned = self._planned.pop(number)
+            if builder in self._team.active:
+                self._team.active[builder].waited_s += now - begin
+            if self._scaler is not None:
+                schedule = self._schedule
+                spare = {"num_idle": schedule.num_idle, "num_ready": schedule.num_ready}
+                self._team.want(self._scaler.saw(now, now - begin, num_builders=self._team.num_usual, **spare))
             self._move()
             self._changed.notify_all()
         if isinstance(result, Failure):
-            _raise(result)
+            raise result.to_error()
         return planned, result
 
     def set_workers(self, num_workers: int) -> None:
-        """Build with so many builders from now on."""
+        """Build with so many builders from now on; they are no longer more or fewer by themselves."""
         with self._changed:
-            self._num_wanted = num_workers
-            self._retire_surplus()
-            self._fill_pool()
+            self._scaler = None
+            self._team.want(num_workers)
 
     def num_ready(self) -> int:
         """Return how many finished batches wait to be taken."""
@@ -147,8 +129,23 @@ class Dispatcher:
             return self._schedule.num_ready
 
     def pids(self) -> list[int]:
-        """Return the process ids of the builders."""
+        """Return the process ids of the builders on this machine."""
         return self._pool.pids()
+
+    def builders(self) -> list[dict[str, Any]]:
+        """Return what each builder has done so far, and where it is."""
+        with self._changed:
+            return self._team.rows()
+
+    def costs(self) -> dict[str, Any]:
+        """Return what building costs, as it was learned so far."""
+        with self._changed:
+            return self._costs.to_dict()
+
+    def counts(self) -> dict[str, int]:
+        """Return what has happened so far."""
+        counts = (self.num_restarts, self.num_recycled, self._schedule.num_twice)
+        return dict(zip(DISPATCH_COUNTS, (*counts, self._num_lent, self._num_failed, self._num_bytes), strict=True))
 
     def close(self) -> None:
         """End planning and building."""
@@ -157,7 +154,9 @@ class Dispatcher:
             self._changed.notify_all()
         self._pool.close()
         self._planner.join(_JOIN_S)
-        self._planned.clear()
+        with self._changed:
+            self._planned.clear()
+            self._schedule.clear()  # of batches that nobody took, now, not when garbage is collected
 
     # Planning ---------------------------------------------------------------------------------------------------------
 
@@ -189,24 +188,25 @@ class Dispatcher:
                 return
             try:
                 if isinstance(event, Joined):
-                    self._num_starting -= 1
-                    self._builders[event.builder] = _Builder()
-                    self._schedule.add_builder(event.builder)
-                    self._retire_surplus()  # fewer may be wanted since it was started
+                    self._team.join(event)
                 elif isinstance(event, Finished):
                     self._on_finished(event)
-                else:
+                elif isinstance(event, Lost):
                     self._on_lost(event)
+                elif isinstance(event, Lent):
+                    self._schedule.lend(event.builder, event.number, time.monotonic())
+                else:
+                    self._schedule.take_from_peer(event.number)
                 self._move()
             except BaseException as error:  # a thread of the pool must not end by it, and the trainer must hear of it
                 self._error = self._error or error
             self._changed.notify_all()
 
     def _on_finished(self, event: Finished) -> None:
-        builder, number, result, resident = event
+        builder, number, result, resident, _ = event
         if number is None:
             assert isinstance(result, Failure)  # noqa: S101 - only a builder that could not begin has no number
-            self._error = self._error or _to_error(result)
+            self._error = self._error or result.to_error()
             return
         now = time.monotonic()
         planned = self._planned.get(number)
@@ -217,42 +217,82 @@ class Dispatcher:
             fetch_share = result.seconds["fetch"] / max(sum(result.seconds.values()), 1e-9)
             if planned is not None:
                 self._costs.learn(planned.blueprint.work, result.seconds, num_bytes)
-        self._schedule.finish(
-            builder, number, now, result=(number, result), num_bytes=num_bytes, fetch_share=fetch_share
+        is_first = self._schedule.finish(
+            builder, number, now, result=(number, builder, result), num_bytes=num_bytes, fetch_share=fetch_share
         )
-        if builder in self._builders:
+        self._num_failed += isinstance(result, Failure)
+        self._num_bytes += num_bytes
+        self._num_lent += is_first and builder == PEER
+        if builder in self._team.active:
+            active = self._team.active[builder]
+            active.count(result)
+            if active.kind != "reserve" and not isinstance(result, Failure):
+                self._num_lost_in_row = 0
             self._look_at_size(builder, resident)
 
     def _look_at_size(self, number: int, resident: int) -> None:
-        """Let a process go that has grown far beyond its first batches: decoders leak."""
-        builder = self._builders[number]
-        builder.num_finished += 1
+        """Let a process go that has grown far beyond its first batches: decoders leak. Guests are not ours to end."""
+        builder, limit = self._team.active[number], self._options.max_worker_bytes
         if builder.num_finished <= _SETTLED:
             builder.settled_bytes = max(builder.settled_bytes, resident)
-        limit = self._options.max_worker_bytes
         has_grown = resident > max(2 * builder.settled_bytes, builder.settled_bytes + _GROWTH)
-        if not builder.is_retiring and (has_grown if limit is None else resident > limit):
+        if builder.is_retiring:
+            self._team.end_if_idle(number)
+        elif builder.kind == "guest" or not (has_grown if limit is None else resident > limit):
+            return
+        elif builder.num_finished < _FEW:
+            if not self._has_warned_of_size:
+                self._has_warned_of_size = True
+                logger.warning(
+                    "worker_memory is %d MB, and worker %d has %d MB after its first batches, so each worker is "
+                    "replaced after %d batches, and to start another one takes seconds; raise worker_memory, or leave "
+                    "it out",
+                    (limit or 0) >> 20,
+                    number,
+                    resident >> 20,
+                    _FEW,
+                )
+        else:
             logger.info("worker %d has grown to %d MB, so another one takes its place", number, resident >> 20)
             self.num_recycled += 1
-            self._retire(number)
-            self._fill_pool()
-        elif builder.is_retiring:
-            self._end_if_idle(number)
+            self._team.retire(number)
+            self._team.fill()
 
     def _on_lost(self, event: Lost) -> None:
-        builder = self._builders.pop(event.builder, None)
-        self._schedule.remove_builder(event.builder)
-        if builder is None:
-            self._num_starting -= 1
-        if builder is not None and builder.is_retiring:
+        queued = self._schedule.queued(event.builder)
+        if not self._team.lose(event):
             return
         self.num_restarts += 1
-        noted = event.noted
-        what = event.how
+        if event.is_remote:
+            self._lose_remote(event, queued)
+        else:
+            self._lose_process(event)
+        self._team.fill()
+
+    def _lose_remote(self, event: Lost, queued: list[int]) -> None:
+        """Note that a machine or a process elsewhere is gone: that happens, and counts only if nothing else happens.
+
+        All that there are may go at once, with their machines.
+        """
+        self._num_lost_in_row += 1
+        if queued and self._losses.add_batch(queued[0]):
+            self._schedule.pin(queued[0])
+        limit = self._options.max_restarts + self._team.most
+        if self._num_lost_in_row > limit and not self._options.num_reserves:
+            raise WorkerError(
+                f"builder {event.builder} {event.how}, after {limit} others had gone without a "
+                f"batch in between, so the run ends here; its state is good. Look at the cluster (vlm-stream builders "
+                f"status, ray status); with local=1 a process here would take over, and name a sample that kills."
+            )
+        logger.warning("builder %d %s; others build its batches", event.builder, event.how)
+
+    def _lose_process(self, event: Lost) -> None:
+        noted, what = event.noted, event.how
         if noted is not None:
             what += " while it worked on row {2} of shard {1} of source {0}".format(*noted.ref)
-        is_left_out = noted is not None and self._blame(noted, event.exit_code)
-        num_counted = self.num_restarts - self._losses.num_settled
+        is_left_out = noted is not None and self._blame(noted, event)
+        self._num_lost_here += 1
+        num_counted = self._num_lost_here - self._losses.num_settled
         if num_counted > self._options.max_restarts:
             raise WorkerError(
                 f"worker {event.builder} {what}, after {self._options.max_restarts} others had failed, so the run "
@@ -267,56 +307,80 @@ class Dispatcher:
             num_counted,
             self._options.max_restarts,
         )
-        self._fill_pool()
 
-    def _blame(self, noted: Noted, exit_code: int | None) -> bool:
+    def _blame(self, noted: Noted, event: Lost) -> bool:
         """Count a lost builder for the sample that it worked on; tell whether that is left out now.
 
         One that hung (it has no exit code) may have built many samples in its time: only a sample that took most of
-        the time is to blame.
+        the time is to blame. Where the user set no time, it may have been stopped from outside.
         """
-        hang_s = self._options.hang_s
-        if exit_code is None and (hang_s is None or noted.seconds < hang_s / 2):
+        is_doubted = event.builder in self._doubted
+        hang_s = self._doubted.pop(event.builder, self._options.hang_s)
+        if event.exit_code is None and (hang_s is None or noted.seconds < hang_s / 2):
             return False
-        return self._losses.add(noted.ref, exit_code)
+        return self._losses.add(noted.ref, event.exit_code, is_doubted=is_doubted)
 
     # Steps of the above, with the lock held ---------------------------------------------------------------------------
 
-    def _fill_pool(self) -> None:
-        num_active = sum(not builder.is_retiring for builder in self._builders.values())
-        for _ in range(self._num_wanted - num_active - self._num_starting):
-            self._num_starting += 1
-            self._pool.grow()
+    def _wait_for_next(self, begin: float) -> None:
+        self._schedule.is_waited_for = not self._schedule.has_next
+        say_at = begin + SAY_S
+        try:
+            while not self._schedule.has_next:
+                self._raise_or_stop()
+                self._look_for_hangs()
+                self._move()
+                if (now := time.monotonic()) > say_at:
+                    say_at += SAY_S
+                    logger.warning("%s", self._say_what_is_waited_for(now, now - begin))
+                self._changed.wait(_CHECK_S)
+        finally:
+            self._schedule.is_waited_for = False
 
-    def _retire_surplus(self) -> None:
-        active = [number for number, builder in self._builders.items() if not builder.is_retiring]
-        for number in active[self._num_wanted :]:
-            self._retire(number)
-
-    def _retire(self, number: int) -> None:
-        self._builders[number].is_retiring = True
-        self._schedule.retire_builder(number)
-        self._end_if_idle(number)
-
-    def _end_if_idle(self, number: int) -> None:
-        if not self._schedule.queued(number):
-            self._pool.stop(number)
+    def _say_what_is_waited_for(self, now: float, seconds: float) -> str:
+        head = self._planned.get(self._schedule.head)
+        return say_what_is_waited_for(
+            self._schedule,
+            None if head is None else head.blueprint.name,
+            seconds,
+            now,
+            builders=list(self._team.active),
+            num_starting=self._team.num_starting,
+            hang_s=self._options.hang_s,
+        )
 
     def _move(self) -> None:
         for move in self._schedule.moves(time.monotonic()):
             if move.is_drop:
                 self._pool.drop(move.builder, move.number)
                 continue
+            if move.late is not None:
+                self._team.active[move.late].num_hedged += 1
             blueprint = self._planned[move.number].blueprint
-            self._pool.give(move.builder, move.number, blueprint, self._losses.among(blueprint))
+            skipped = self._losses.among(blueprint)
+            self._pool.give(move.builder, move.number, blueprint, skipped, is_own=move.is_own)
 
     def _look_for_hangs(self) -> None:
         now, hang_s = time.monotonic(), self._options.hang_s
         silent = self._schedule.hung(now)
-        for number in self._builders:
+        if hang_s is None and (alone := self._schedule.left_alone(now, 2.0**self._num_replaced)) is not None:
+            self._num_replaced += 1
+            self._doubted[alone] = self._schedule.busy_for(alone, now)
+            silent.append(alone)
+        for number in self._team.active:
             busy = self._schedule.busy_for(number, now)
             if number in silent or (hang_s is not None and busy > hang_s):
                 self._pool.stop(number, f"has finished nothing for {busy:.0f} s")
+        if hang_s is not None and not self._team.active:
+            self._look_for_late_starts(now, hang_s + _START_S)
+
+    def _look_for_late_starts(self, now: float, limit: float) -> None:
+        """Replace processes that do not come; end the run where even their start does not return."""
+        late = {number: now - begun for number, begun in self._team.started_at.items() if now - begun > limit}
+        for number, seconds in late.items():
+            self._pool.stop(number, f"was not ready {seconds:.0f} s after its start")
+        if late and max(late.values()) > limit + _START_S:
+            raise no_start_error(max(late.values()))
 
     def _raise_or_stop(self) -> None:
         if self._is_closed:
@@ -327,52 +391,3 @@ class Dispatcher:
             if self._plan_error is not None:
                 raise self._plan_error
             raise StopIteration
-
-
-class _Losses:
-    """How many builders each sample has cost, and which samples are left out from now on."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[SampleRef] = Counter()
-        self._skipped: dict[SampleRef, str] = {}
-        """What the ledger says of each."""
-        self.num_settled = 0
-        """Losses that cannot come again, since their samples are left out."""
-
-    def among(self, blueprint: Blueprint) -> dict[SampleRef, str]:
-        """Return those of a blueprint's samples that are left out."""
-        if not self._skipped:
-            return {}
-        refs = (piece.ref for row in blueprint.rows for piece in row)
-        return {ref: self._skipped[ref] for ref in refs if ref in self._skipped}
-
-    def add(self, ref: SampleRef, exit_code: int | None) -> bool:
-        """Count one; tell whether the sample is left out now. Without an exit code the builder had hung."""
-        if ref in self._skipped:  # it was given before; it counts as a restart, so that this has an end
-            return True
-        self._counts[ref] += 1
-        num_losses = self._counts[ref]
-        may_be_foreign = exit_code is not None and -exit_code in _FOREIGN_SIGNALS
-        if num_losses < (_FOREIGN_LOSSES if may_be_foreign else _OWN_LOSSES):
-            return False
-        how = "hung" if exit_code is None else f"died ({say_exit(exit_code)})"
-        self._skipped[ref] = (
-            f"{num_losses} workers were lost while they worked on it (the last one {how}), so it is left out. Decode "
-            f"it by itself to see why, and leave it out of the data or write its media again."
-        )
-        self.num_settled += num_losses
-        return True
-
-
-def _raise(failure: Failure) -> None:
-    raise _to_error(failure)
-
-
-def _to_error(failure: Failure) -> BaseException:
-    if failure.error is None:
-        return WorkerError(
-            f"a worker failed, so the run ends here; its state is good. The worker's traceback:\n{failure.text}"
-        )
-    if not isinstance(failure.error, VlmStreamError):
-        failure.error.add_note(f"in a worker process:\n{failure.text}")
-    return failure.error

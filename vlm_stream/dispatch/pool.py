@@ -1,20 +1,26 @@
 """Builders of one kind: what a dispatcher asks of them, and what they report.
 
 A pool starts builders, hands them blueprints and reports what becomes of them, as events, from threads of its own. It
-decides nothing: what is given to whom, and what happens after a loss, is the dispatcher's. `processes.py` is one.
+decides nothing: what is given to whom, and what happens after a loss, is the dispatcher's. `processes.py` and
+`ray_pool.py` are two; `shared.py` stands before one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+
+from vlm_stream.errors import VlmStreamError, WorkerError
 
 if TYPE_CHECKING:
     from vlm_stream.blueprint import Blueprint, SampleRef
     from vlm_stream.build import Delivery
 
-__all__ = ["Event", "Failure", "Finished", "Joined", "Listener", "Lost", "Noted", "Pool"]
+PEER: Final = -1
+"""Stands for the builder of a batch that came from another loader."""
+Kind: TypeAlias = Literal["usual", "reserve", "guest"]
+"""Builders that were asked for; those that take over when these are late; those that come and go by themselves."""
 
 
 class Noted(NamedTuple):
@@ -33,11 +39,24 @@ class Failure:
     """None: it cannot leave its process."""
     text: str
 
+    def to_error(self) -> BaseException:
+        """Return what the trainer raises."""
+        if self.error is None:
+            return WorkerError(
+                f"a worker failed, so the run ends here; its state is good. The worker's traceback:\n{self.text}"
+            )
+        if not isinstance(self.error, VlmStreamError):
+            self.error.add_note(f"in a worker process:\n{self.text}")
+        return self.error
+
 
 class Joined(NamedTuple):
     """A builder is ready."""
 
     builder: int
+    kind: Kind = "usual"
+    place: str = "localhost"
+    """The machine."""
 
 
 class Finished(NamedTuple):
@@ -48,6 +67,8 @@ class Finished(NamedTuple):
     result: Delivery | Failure
     resident_bytes: int
     """Memory of the builder's process."""
+    parcel: Any = None
+    """How others can get the same result, where the pool has a way."""
 
 
 class Lost(NamedTuple):
@@ -60,26 +81,50 @@ class Lost(NamedTuple):
     """None: it was ended because it hung."""
     noted: Noted | None
     """What it was working on."""
+    kind: Kind = "usual"
+    is_remote: bool = False
+    """It was elsewhere, where machines come and go and nobody can see what it was working on."""
 
 
-Event: TypeAlias = Joined | Finished | Lost
+class Lent(NamedTuple):
+    """A batch that was given to a builder is being built by another loader already; it will come from there."""
+
+    builder: int
+    number: int
+
+
+class Unlent(NamedTuple):
+    """It will not."""
+
+    number: int
+
+
+Event: TypeAlias = Joined | Finished | Lost | Lent | Unlent
 Listener: TypeAlias = Callable[[Event], None]
 
 
 class Pool(Protocol):
     """Builders that can be given work. No method waits."""
 
-    def grow(self) -> int:
+    nearness: Callable[[int, Blueprint], float] | None
+    """Returns the share of a batch's bytes that lie nearer to a builder than to others; None: that is all the same."""
+
+    def grow(self, *, is_reserve: bool = False) -> int:
         """Start one more builder; return its number. `Joined` follows, or `Lost`."""
 
-    def give(self, builder: int, number: int, blueprint: Blueprint, skipped: Mapping[SampleRef, str]) -> None:
-        """Let a builder build a batch after those that it has; `Finished` follows. `skipped` samples are left out."""
+    def give(
+        self, builder: int, number: int, blueprint: Blueprint, skipped: Mapping[SampleRef, str], *, is_own: bool = True
+    ) -> None:
+        """Let a builder build a batch after those that it has; `Finished` follows. `skipped` samples are left out.
+
+        A batch that is not its own may be taken from another loader that builds it (`Lent`).
+        """
 
     def drop(self, builder: int, number: int) -> None:
         """Let a builder forget a batch that it has not begun."""
 
     def stop(self, builder: int, why: str = "") -> None:
-        """End a builder. With a reason, as one that hangs: `Lost` follows."""
+        """End a builder, also one that is still being started. With a reason, as one that hangs: `Lost` follows."""
 
     def pids(self) -> list[int]:
         """Return the process ids of the builders, where they have any here."""

@@ -8,22 +8,23 @@ The rules:
               always be begun; batches far ahead leave a quarter of the limit to those that are due soon
     queue     a builder is given more than one batch only as far as its queue stays short in seconds
     late      batches queued at a builder that takes far too long are given to others; the one that it is stuck in is
-              given to a second builder: the first result wins
-
-Batches are handed out in plan order, whatever the order of building.
+              given to a second builder, soonest where that is idle and somebody waits: the first result wins
+    near      a builder is given batches whose bytes lie near to it, as far as others are not due yet
+    reserve   builders kept in reserve work while the trainer waits, and when there are no others
+    lent      a batch that a peer builds is waited for like one that a builder has; if it is late, it is built here
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.dispatch.lateness import Lateness, Limit
+from vlm_stream.dispatch.values import Move, QueuedBatch, ScheduledBuilder
+from vlm_stream.dispatch.waiting import Waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["Move", "Schedule"]
+    from collections.abc import Callable, Iterator
 
 _NEAR: Final = 2
 """Batches up to so many times the builders ahead are due soon."""
@@ -31,51 +32,24 @@ _FAR_SHARE: Final = 0.75
 _MIN_QUEUE_S: Final = 0.1
 _MAX_QUEUE_S: Final = 4.0
 _MAX_QUEUE: Final = 16
-_STUCK: Final = (2.0, 0.1)
-"""A builder that takes so many times the expected cost, and so many seconds more, loses what is queued there."""
-_WAITED: Final = (3.0, 0.2)
-"""Likewise, the batch that it works on, while somebody waits for that."""
-_LATE: Final = (4.0, 1.0)
-"""Likewise, the batch that it works on, while another builder is idle."""
-_HUNG: Final = (5.0, 10.0)
-"""Likewise, itself, when another builder has finished that batch."""
-_UNKNOWN_S: Final = 10.0
-"""Nothing is late before this, until some batches have shown what they cost."""
-_LEARNED: Final = 8
+_CHOICES: Final = 32
+"""Among so many of the most urgent batches one is chosen whose bytes lie near."""
+_WAITED: Final = Limit(3.0, 0.2)
+"""A builder that takes longer than this over the batch that it works on, while somebody waits for that, is late."""
+_WAITED_IDLE: Final = Limit(1.5, 0.2)
+"""Likewise, while another builder is idle as well."""
+_LATE: Final = Limit(4.0, 1.0)
+"""Likewise, while another builder is idle and nobody waits."""
+_PEER: Final = Limit(6.0, 3.0)
+"""Likewise, a batch that a peer builds and somebody here waits for: the peer has a queue, and waits for it too."""
+_HUNG: Final = Limit(5.0, 10.0)
+"""Likewise, itself, when another builder has finished that batch; where no builder is free to go on, as a peer."""
+_ALONE: Final = Limit(10.0, 60.0)
+"""Likewise, itself, when nobody is left who could build that batch."""
 _MAX_AHEAD: Final = 1024
 _MAX_SAMPLES_AHEAD: Final = 16384
 _SMOOTHING: Final = 0.1
 _DECAY: Final = 0.999
-
-
-class Move(NamedTuple):
-    """Give a batch to a builder (or take a queued one back)."""
-
-    builder: int
-    number: int
-    is_drop: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    number: int
-    seconds: float
-    num_bytes: int
-    num_samples: int
-    builders: list[int] = field(default_factory=list)
-    """Those that have it now."""
-    is_begun: bool = False
-    is_done: bool = False
-    result: Any = None
-
-
-@dataclass(slots=True, eq=False)
-class _Builder:
-    queue: deque[_Batch] = field(default_factory=deque)
-    """Given to it in this order; it works on the first."""
-    since: float = 0.0
-    """When it could begin with the first."""
-    is_retiring: bool = False
 
 
 class Schedule:
@@ -84,44 +58,40 @@ class Schedule:
     def __init__(self, max_bytes: int) -> None:
         """Start without builders; `max_bytes` bounds what is begun and not taken."""
         self._max_bytes = max_bytes
-        self._batches: dict[int, _Batch] = {}
-        """Planned and not taken."""
-        self._builders: dict[int, _Builder] = {}
-        self._waiting: list[tuple[float, int]] = []
-        """Heap of numbers that no builder has, by urgency in units of the interval."""
-        self._head = 0
+        self._batches: dict[int, QueuedBatch] = {}  # planned and not taken
+        self._builders: dict[int, ScheduledBuilder] = {}
+        self._waiting = Waiting(self._batches, self._is_waiting)
+        self.head = 0  # number of the next batch to be taken
         self._num_planned = 0
-        self._num_bytes = 0
-        """Of what is begun and not taken."""
+        self._num_bytes = 0  # of what is begun and not taken
         self._num_begun = 0
-        self._interval = 0.0
-        """Seconds between two hand-outs, smoothed."""
-        self._heap_interval = 0.0
+        self._interval = 0.0  # seconds between two hand-outs, smoothed
         self._taken_at: float | None = None
-        self._longest = 0.0
-        """The most expensive batch expected lately."""
-        self._slowest = 0.0
-        """The longest that a batch really took lately."""
+        self._longest = 0.0  # the most expensive batch expected lately
+        self._lateness = Lateness()
         self._queue_s = _MIN_QUEUE_S
-        self._num_finished = 0
         self._samples_waiting = 0
-        self.is_waited_for = False
-        """Whether somebody waits for the next batch right now."""
+        self._pinned: set[int] = set()  # for builders in reserve alone, as long as there are any
+        self.num_twice = 0  # given to a second builder
+        self.is_waited_for = False  # whether somebody waits for the next batch right now
+        self.size: Callable[[int], int] | None = None  # memory of a batch, as it is known by now; None: as planned
+        self.nearness: Callable[[int, int], float] | None = None
+        """Returns, for a builder and a batch, the share of its bytes that lie near; None: all builders are alike."""
 
     # What happens -----------------------------------------------------------------------------------------------------
 
     def plan(self, seconds: float, num_bytes: int, num_samples: int) -> int:
         """Add the next batch of the plan, with what it is expected to take; return its number."""
-        batch = _Batch(self._num_planned, seconds, num_bytes, num_samples)
-        self._batches[batch.number] = batch
+        batch = self._batches[self._num_planned] = QueuedBatch(self._num_planned, seconds, num_bytes, num_samples)
         self._num_planned += 1
+        self._samples_waiting += num_samples
         self._longest = max(seconds, self._longest * _DECAY)
         self._push(batch)
         return batch.number
 
-    def add_builder(self, builder: int) -> None:
+    def add_builder(self, builder: int, *, is_reserve: bool = False) -> None:
         """Let a builder be given batches."""
-        self._builders[builder] = _Builder()
+        self._builders[builder] = ScheduledBuilder(is_reserve=is_reserve)
 
     def retire_builder(self, builder: int) -> None:
         """Give it no more."""
@@ -132,6 +102,33 @@ class Schedule:
         gone = self._builders.pop(builder, None)
         for batch in gone.queue if gone is not None else ():
             self._release(batch, builder)
+        for number in self._pinned if gone is not None and gone.is_reserve else ():
+            self._push(self._batches[number])  # for others, if none is left
+
+    def pin(self, number: int) -> None:
+        """Let only builders in reserve have a batch from now on."""
+        batch = self._batches.get(number)
+        if batch is not None and not batch.is_done:
+            self._pinned.add(number)
+
+    def lend(self, builder: int, number: int, now: float) -> None:
+        """Note that a peer builds a batch, so that the builder which it was given to need not."""
+        batch, worker = self._batches.get(number), self._builders.get(builder)
+        if batch is None or worker is None or batch.is_done or batch not in worker.queue:
+            return
+        if worker.queue[0] is batch:
+            worker.since = now
+        worker.queue.remove(batch)
+        batch.builders.remove(builder)
+        if not batch.builders:
+            batch.lent_at = now
+
+    def take_from_peer(self, number: int) -> None:
+        """Note that a batch which was lent does not come: it is built here."""
+        batch = self._batches.get(number)
+        if batch is not None and not batch.is_done and batch.lent_at is not None:
+            batch.lent_at, batch.is_own = None, True
+            self._put_back(batch)
 
     def finish(self, builder: int, number: int, now: float, *, result: Any, num_bytes: int, fetch_share: float) -> bool:
         """Note a result; tell whether it is the first of its batch.
@@ -146,8 +143,8 @@ class Schedule:
         """
         worker = self._builders.get(builder)
         if worker is not None:
-            if worker.queue and worker.queue[0].number == number:
-                self._slowest = max(now - worker.since, self._slowest * _DECAY)
+            if worker.queue and worker.queue[0].number == number and not worker.queue[0].is_done:
+                self._lateness.saw(worker.queue[0].seconds, now - worker.since)
             worker.queue = deque(batch for batch in worker.queue if batch.number != number)
             worker.since = now
         change = 1.5 if fetch_share > 0.1 else 0.98
@@ -161,13 +158,13 @@ class Schedule:
         self._num_bytes += num_bytes - batch.num_bytes
         batch.num_bytes = num_bytes
         batch.is_done, batch.result = True, result
-        self._num_finished += 1
+        self._pinned.discard(number)
         return True
 
     def take(self, now: float) -> Any:
         """Hand out the next batch's result; it must be there."""
-        batch = self._batches.pop(self._head)
-        self._head += 1
+        batch = self._batches.pop(self.head)
+        self.head += 1
         self._num_bytes -= batch.num_bytes
         self._num_begun -= 1
         if self._taken_at is not None:
@@ -176,12 +173,17 @@ class Schedule:
         self._taken_at = now
         return batch.result
 
+    def clear(self) -> None:
+        """Forget what was not taken."""
+        self._batches.clear()
+        self._builders.clear()
+
     # What is asked ----------------------------------------------------------------------------------------------------
 
     @property
     def has_next(self) -> bool:
         """Tell whether the next batch can be taken."""
-        batch = self._batches.get(self._head)
+        batch = self._batches.get(self.head)
         return batch is not None and batch.is_done
 
     @property
@@ -195,9 +197,14 @@ class Schedule:
         return sum(batch.is_done for batch in self._batches.values())
 
     @property
+    def num_idle(self) -> int:
+        """Return how many builders, beside those in reserve, have nothing to do."""
+        return sum(not builder.queue and not builder.is_reserve for builder in self._builders.values())
+
+    @property
     def wants_plan(self) -> bool:
         """Tell whether the plan should go on: far enough ahead that the longest batch can be begun in time."""
-        ahead = self._num_planned - self._head
+        ahead = self._num_planned - self.head
         least = 4 * len(self._builders) + 4
         needed = least + (int(2 * self._longest / self._interval) if self._interval else 0)
         waiting = ahead - self._num_begun
@@ -210,13 +217,28 @@ class Schedule:
 
     def hung(self, now: float) -> list[int]:
         """Return builders that are silent over a batch that another one has finished."""
-        return [
-            number
-            for number, builder in self._builders.items()
-            if builder.queue
-            and builder.queue[0].is_done
-            and self._is_over(_HUNG, builder.queue[0], now - builder.since)
+        done = [(n, each.queue[0]) for n, each in self._builders.items() if each.queue and each.queue[0].is_done]
+        limit = _HUNG if any(builder.is_open(now) for builder in self._builders.values()) else _PEER
+        return [number for number, first in done if self._is_over(limit, first, self.busy_for(number, now))]
+
+    def left_alone(self, now: float, patience: float) -> int | None:
+        """Return the builder that keeps the next batch from being taken, if it is silent and nobody else will help.
+
+        `patience` grows with each builder that was replaced for this batch: one that is only slow must come to its end.
+        """
+        head = self._batches.get(self.head)
+        if head is None or head.is_done:
+            return None
+        others = (builder for number, builder in self._builders.items() if number not in head.builders)
+        if len(head.builders) < 2 and any(builder.is_open(now) for builder in others):
+            return None
+        silent = [
+            (self._builders[number].since, number)
+            for number in head.builders or self._builders
+            for first in list(self._builders[number].queue)[:1]
+            if self._is_over(_ALONE, first, self.busy_for(number, now) / patience)
         ]
+        return min(silent)[1] if silent else None
 
     def busy_for(self, builder: int, now: float) -> float:
         """Return for how long a builder has worked on its first batch; 0 where it has none."""
@@ -226,87 +248,114 @@ class Schedule:
     def moves(self, now: float) -> Iterator[Move]:
         """Yield what is to be given to whom."""
         yield from self._take_back(now)
-        while (builder := self._roomiest(now)) is not None and (batch := self._pop()) is not None:
-            yield self._give(builder, batch, now)
+        if self.is_waited_for:
+            self._give_up_on_peers(now)
+        yield from self._give_pinned(now)
+        while (free := self._free(now)) and (batch := self._pop(min(free)[2])) is not None:
+            yield self._give(self._choose(free, batch), batch, now)
 
     # Rules ------------------------------------------------------------------------------------------------------------
 
-    def _push(self, batch: _Batch) -> None:
-        self._samples_waiting += batch.num_samples
-        interval = self._interval or self._guess_interval(batch.seconds)
-        if not 0.8 < interval / (self._heap_interval or interval) < 1.25 or not self._heap_interval:
-            self._heap_interval = interval
-            numbers = {number for _, number in self._waiting if self._is_waiting(number)}
-            self._waiting = [(self._urgency(self._batches[number]), number) for number in numbers]
-            heapq.heapify(self._waiting)
-        heapq.heappush(self._waiting, (self._urgency(batch), batch.number))
+    def _push(self, batch: QueuedBatch) -> None:
+        self._waiting.push(batch, self._interval or max(batch.seconds, 1e-4) / max(len(self._builders), 1))
 
-    def _guess_interval(self, seconds: float) -> float:
-        return max(seconds, 1e-4) / max(len(self._builders), 1)
-
-    def _urgency(self, batch: _Batch) -> float:
-        """Return due time minus cost, in intervals."""
-        return batch.number - batch.seconds / self._heap_interval
-
-    def _pop(self) -> _Batch | None:
-        """Return the most urgent batch that may be begun; the next one to be taken may always be."""
-        while self._waiting and not self._is_waiting(self._waiting[0][1]):
-            heapq.heappop(self._waiting)
-        if not self._waiting:
-            return None
-        batch = self._batches[self._waiting[0][1]]
-        near = batch.number < self._head + _NEAR * len(self._builders)
-        limit = self._max_bytes * (1.0 if near else _FAR_SHARE)
-        if self._num_begun < len(self._builders) or self._num_bytes + batch.num_bytes <= limit:
-            heapq.heappop(self._waiting)
+    def _pop(self, builder: int) -> QueuedBatch | None:
+        """Return the batch for a builder: the most urgent one that may be begun; the next to be taken may always be."""
+        first = self._waiting.first()
+        if first is not None and self._may_begin(first):
+            batch = self._nearest(first, builder)
+            self._waiting.remove(batch)
             return batch
-        return self._batches[self._head] if self._is_waiting(self._head) else None
+        return self._batches[self.head] if self._is_waiting(self.head) else None
+
+    def _may_begin(self, batch: QueuedBatch) -> bool:
+        if self.size is not None:
+            batch.num_bytes = self.size(batch.number)
+        near = batch.number < self.head + _NEAR * len(self._builders)
+        limit = self._max_bytes * (1.0 if near else _FAR_SHARE)
+        return self._num_begun < len(self._builders) or self._num_bytes + batch.num_bytes <= limit
+
+    def _nearest(self, first: QueuedBatch, builder: int) -> QueuedBatch:
+        """Return the most urgent batch, or another one that lies nearer to a builder, as long as the first is not due.
+
+        It is due when it is one of the next that all builders deliver, or late by as many: so none waits for long.
+        """
+        near, soon = self.nearness, len(self._builders)
+        if near is None or first.number < self.head + soon or self._waiting.urgency(first) < self.head - soon:
+            return first
+        may_begin = filter(self._may_begin, self._waiting.most_urgent(_CHOICES))
+        return max(may_begin, key=lambda batch: near(builder, batch.number))
 
     def _is_waiting(self, number: int) -> bool:
         batch = self._batches.get(number)
-        return batch is not None and not batch.is_done and not batch.builders
+        is_free = batch is not None and not batch.is_done and not batch.builders and batch.lent_at is None
+        has_reserve = number in self._pinned and any(builder.is_reserve for builder in self._builders.values())
+        return is_free and not has_reserve
 
-    def _roomiest(self, now: float) -> int | None:
-        """Return the builder with the shortest queue, if it is short enough for one more."""
-        free = [
-            (sum(batch.seconds for batch in worker.queue), len(worker.queue), number)
-            for number, worker in self._builders.items()
-            if len(worker.queue) < _MAX_QUEUE and self._is_open(worker, now)
-        ]
-        if not free:
-            return None
-        seconds, length, number = min(free)
-        return number if not length or seconds < self._queue_s else None
+    def _free(self, now: float) -> list[tuple[float, int, int]]:
+        """Return seconds and batches in the queue of each builder that has room, and its number."""
+        alone = all(builder.is_reserve for builder in self._builders.values())
+        found = []
+        for number, builder in self._builders.items():
+            length = len(builder.queue)
+            if length >= _MAX_QUEUE or not builder.is_open(now):
+                continue
+            if builder.is_reserve and not alone and (length or not self.is_waited_for):
+                continue
+            seconds = sum(batch.seconds for batch in builder.queue)
+            if not length or seconds < self._queue_s:
+                found.append((seconds, length, number))
+        return [each for each in found if not self._builders[each[2]].is_reserve] or found
 
-    def _is_open(self, builder: _Builder, now: float) -> bool:
-        """Tell whether a builder may be given more: one that is stuck would keep it from others."""
-        is_stuck = builder.queue and self._is_over(_STUCK, builder.queue[0], now - builder.since)
-        return not builder.is_retiring and not is_stuck
+    def _choose(self, free: list[tuple[float, int, int]], batch: QueuedBatch) -> int:
+        """Return the builder with the shortest queue; bytes that lie near make up for a part of it."""
+        if self.nearness is None:
+            return min(free)[2]
+        near = self.nearness
+        return min(
+            (seconds - near(number, batch.number) * batch.seconds, length, number) for seconds, length, number in free
+        )[2]
 
-    def _give(self, number: int, batch: _Batch, now: float) -> Move:
+    def _give_pinned(self, now: float) -> Iterator[Move]:
+        """Give batches that are pinned to builders in reserve that are idle."""
+        for number, builder in self._builders.items() if self._pinned else ():
+            waiting = [self._batches[pinned] for pinned in self._pinned if not self._batches[pinned].builders]
+            if waiting and builder.is_reserve and not builder.queue and builder.is_open(now):
+                yield self._give(number, waiting[0], now)
+
+    def _give_up_on_peers(self, now: float) -> None:
+        """Build the batch that is waited for here, if a peer takes longer over it than is plausible."""
+        head = self._batches.get(self.head)
+        if head is not None and head.lent_at is not None and self._is_over(_PEER, head, now - head.lent_at):
+            self.take_from_peer(head.number)
+
+    def _give(self, number: int, batch: QueuedBatch, now: float) -> Move:
         builder = self._builders[number]
         if not builder.queue:
             builder.since = now
         builder.queue.append(batch)
         self._begin(batch)
+        late = batch.builders[0] if batch.builders else None
+        self.num_twice += late is not None
         batch.builders.append(number)
-        return Move(number, batch.number)
+        return Move(number, batch.number, is_own=batch.is_own or late is not None, late=late)
 
-    def _release(self, batch: _Batch, builder: int) -> None:
+    def _release(self, batch: QueuedBatch, builder: int) -> None:
         """Note that a builder no longer has a batch."""
         batch.builders.remove(builder)
         if not batch.is_done and batch.number in self._batches:
             self._put_back(batch)
 
-    def _put_back(self, batch: _Batch) -> None:
+    def _put_back(self, batch: QueuedBatch) -> None:
         """Let a batch be given again, if nobody has it."""
         if not batch.builders and batch.is_begun:
             batch.is_begun = False
             self._num_bytes -= batch.num_bytes
             self._num_begun -= 1
+            self._samples_waiting += batch.num_samples
             self._push(batch)
 
-    def _begin(self, batch: _Batch) -> None:
+    def _begin(self, batch: QueuedBatch) -> None:
         if not batch.is_begun:
             batch.is_begun = True
             self._num_bytes += batch.num_bytes
@@ -319,38 +368,30 @@ class Schedule:
             if not builder.queue:
                 continue
             first, spent = builder.queue[0], now - builder.since
-            gives_up = builder.is_retiring or self._is_over(_STUCK, first, spent)
+            gives_up = not builder.is_open(now)
             for batch in list(builder.queue)[1:]:
                 if gives_up or batch.is_done:
                     builder.queue.remove(batch)
                     yield Move(number, batch.number, is_drop=True)
                     self._release(batch, number)
-            if (
-                not first.is_done
-                and len(first.builders) == 1
-                and (second := self._helper(first, spent, now)) is not None
-            ):
+            second = None if first.is_done or len(first.builders) > 1 else self._helper(first, spent, now)
+            if second is not None:
                 yield self._give(second, first, now)
 
-    def _helper(self, batch: _Batch, spent: float, now: float) -> int | None:
+    def _helper(self, batch: QueuedBatch, spent: float, now: float) -> int | None:
         """Return who else shall build a batch that is late, if it is and somebody can."""
         others = [
-            (len(builder.queue), number)
+            (builder.is_reserve, len(builder.queue), number)
             for number, builder in self._builders.items()
-            if number not in batch.builders and self._is_open(builder, now)
+            if number not in batch.builders and builder.is_open(now)
         ]
         if not others:
             return None
-        length, number = min(others)
-        if self.is_waited_for and batch.number == self._head and self._is_over(_WAITED, batch, spent):
-            return number
-        is_near = batch.number < self._head + _NEAR * len(self._builders)
+        _, length, number = min(others, key=lambda other: (other[1] > 0, *other))
+        if self.is_waited_for and batch.number == self.head:
+            return number if self._is_over(_WAITED if length else _WAITED_IDLE, batch, spent) else None
+        is_near = batch.number < self.head + _NEAR * len(self._builders)
         return number if is_near and not length and self._is_over(_LATE, batch, spent) else None
 
-    def _is_over(self, limit: tuple[float, float], batch: _Batch, spent: float) -> bool:
-        """Tell whether a batch has taken longer than is plausible."""
-        times, more = limit
-        plausible = times * batch.seconds + more
-        if limit is not _STUCK:  # to build twice costs more than to move what is queued
-            plausible = max(plausible, 1.5 * self._slowest if self._num_finished >= _LEARNED else _UNKNOWN_S)
-        return spent > plausible
+    def _is_over(self, limit: Limit, batch: QueuedBatch, spent: float) -> bool:
+        return self._lateness.is_over(limit, batch.seconds, spent)

@@ -9,7 +9,6 @@ fetched while one is built, and the parent never waits for room.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import queue
@@ -19,25 +18,26 @@ import time
 import traceback
 from collections import OrderedDict
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.allocator import keep_freed_memory
+from vlm_stream.allocator import keep_freed_memory, resident_bytes
 from vlm_stream.blocks import BlockPool, offer_blocks
+from vlm_stream.dispatch.confinement import confine
 from vlm_stream.dispatch.pool import Failure, Noted
-from vlm_stream.errors import ConfigError, WorkerError
+from vlm_stream.dispatch.stacks import offer_stacks
+from vlm_stream.errors import ConfigError, WorkerError, hide_secrets
+from vlm_stream.lifetimes import die_with_parent
 
 if TYPE_CHECKING:
     from vlm_stream.blueprint import SampleRef
     from vlm_stream.build import Builder
 
-__all__ = ["SampleNote", "serve"]
-
-_POLL_S: Final = 1.0
 _IDLE: Final = -1
 
 
-def serve(connection: Any, note: SampleNote, parent: int | None, config: Any = None) -> None:
+def serve(
+    connection: Any, note: SampleNote, parent: int | None, config: Any = None, confined_bytes: int | None = None
+) -> None:
     """Be a builder until the parent has gone.
 
     Args:
@@ -45,23 +45,27 @@ def serve(connection: Any, note: SampleNote, parent: int | None, config: Any = N
         note: Where samples are noted.
         parent: Its process id; None: a fork server stands between.
         config: What to build by; None: it comes as the first message.
+        confined_bytes: What it may take beyond the memory that it begins with, and no connections; None: anything.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    offer_stacks()
+    die_with_parent(parent)
     keep_freed_memory()
     try:
-        _serve(_Link(connection), note, config)
+        _serve(_Link(connection), note, config, confined_bytes)
     except (EOFError, OSError):  # nobody is there to be told
         return
 
 
-def _serve(link: _Link, note: SampleNote, config: Any) -> None:
+def _serve(link: _Link, note: SampleNote, config: Any, confined_bytes: int | None) -> None:
     import torch
 
     torch.set_num_threads(1)
     try:
         builder: Builder = (config or _receive_config(link)).open(note)
+        if confined_bytes is not None:
+            confine(confined_bytes)
     except BaseException as error:
         link.send("failed", None, describe(error))
         link.wait()
@@ -74,7 +78,7 @@ def _serve(link: _Link, note: SampleNote, config: Any) -> None:
         try:
             if isinstance(job, Exception):
                 raise job
-            message = link.pack("done", number, builder.finish(*job), _resident_bytes())
+            message = link.pack("done", number, builder.finish(*job), resident_bytes())
         except BaseException as error:
             message = link.pack("failed", number, describe(error))
         del job
@@ -157,6 +161,8 @@ class _Link:
                 self._blocks.take_back(returned)
                 self._inbox.put(message)
         except (EOFError, OSError):
+            pass
+        finally:  # also where memory has ended: nobody would wait for a message that never comes
             self._inbox.put(None)
 
     def has_more(self) -> bool:
@@ -192,30 +198,9 @@ class _Link:
 
 def describe(error: BaseException) -> Failure:
     """Return an error as it can be sent."""
-    text = "".join(traceback.format_exception(error))
+    text = hide_secrets("".join(traceback.format_exception(error)))
     try:
         survives = isinstance(pickle.loads(pickle.dumps(error)), type(error))  # noqa: S301 - our own bytes
     except Exception:  # a class may fail in any way when it is rebuilt
         survives = False
     return Failure(error if survives else None, text)
-
-
-def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def _end_with(parent: int | None) -> None:
-    """End this process when its parent has gone, whatever it is waiting for."""
-    while _lives(parent):
-        time.sleep(_POLL_S)
-    os._exit(1)
-
-
-def _lives(parent: int | None) -> bool:
-    if parent is not None:
-        return os.getppid() == parent
-    process = multiprocessing.parent_process()
-    return process is not None and process.is_alive()

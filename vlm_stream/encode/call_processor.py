@@ -10,33 +10,33 @@ library takes such lists apart number by number, which is slow for text without 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from vlm_stream.encode.control_tokens import tokenizer_of
-from vlm_stream.encode.load_media import LoadedMedia, audio_rate_of
+from vlm_stream.encode.load_media import LoadedMedia
 from vlm_stream.errors import BadSampleError
+from vlm_stream.tokens import Processor, call_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import torch
 
-    from vlm_stream.tokens import Processor
-
-__all__ = ["SHARED_PIXELS", "call_processor"]
 
 logger = logging.getLogger(__name__)
 
 SHARED_PIXELS: Final = frozenset({"SmolVLMProcessor"})
 """Processors that cannot take images and videos in one call."""
 _PARTS: Final = {"images": "images_kwargs", "videos": "videos_kwargs", "audio": "audio_kwargs"}
-_PART_OPTIONS: Final = {"do_sample_frames": "videos", "video_metadata": "videos", "sampling_rate": "audio"}
+_PART_OPTIONS: Final = {
+    "do_sample_frames": "videos",
+    "video_metadata": "videos",
+    "return_metadata": "videos",
+    "sampling_rate": "audio",
+}
 _TEXT_OPTIONS: Final = frozenset({"padding", "add_special_tokens"})
 
-_whole_classes: set[type] = set()
-"""Classes that were found not to take options for their parts."""
+_whole_classes: set[type] = set()  # classes that were found not to take options for their parts
 
 
 def call_processor(
@@ -56,10 +56,6 @@ def call_processor(
 
 
 def _arguments(processor: Processor, texts: Sequence[str], loaded: Sequence[LoadedMedia]) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    bos = getattr(tokenizer_of(processor), "bos_token", None)
-    if bos is not None and texts[0].startswith(bos):
-        arguments["add_special_tokens"] = False  # the template wrote it
     has_images, has_videos = any(media.images for media in loaded), any(media.videos for media in loaded)
     if has_images and has_videos and type(processor).__name__ in SHARED_PIXELS:
         raise BadSampleError(
@@ -67,15 +63,14 @@ def _arguments(processor: Processor, texts: Sequence[str], loaded: Sequence[Load
             "mixed_media",
             f"{type(processor).__name__} returns images and videos under one key and would lose the images.",
         )
-    if has_images:
-        arguments["images"] = [media.images for media in loaded]
-    if has_videos:
-        arguments["videos"] = [[video.frames for video in media.videos] for media in loaded]
-        arguments |= {"do_sample_frames": False, "video_metadata": _metadata_for(processor, loaded)}
-    audios = [audio for media in loaded for audio in media.audios]
-    if audios:
-        arguments |= {"audio": audios, "sampling_rate": audio_rate_of(processor)}
-    return arguments
+    return call_arguments(
+        processor,
+        texts[0],
+        images=[media.images for media in loaded],
+        videos=[[video.frames for video in media.videos] for media in loaded],
+        metadata=_metadata_for(processor, loaded) if has_videos else None,
+        audios=[audio for media in loaded for audio in media.audios],
+    )
 
 
 def _metadata_for(processor: Processor, loaded: Sequence[LoadedMedia]) -> Any:

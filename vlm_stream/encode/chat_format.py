@@ -5,32 +5,21 @@ tokens that divide a rendered text into pieces, and the strings that a user must
 here sees a real conversation.
 """
 
-from __future__ import annotations
-
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from functools import wraps
+from typing import Any, Final, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
+from vlm_stream.conversation import Conversation
 from vlm_stream.encode.control_tokens import (
     added_tokens,
     media_token_ids,
     media_token_strings,
     placeholder_ids,
-    tokenizer_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import numpy.typing as npt
-
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.tokens import Processor
-
-__all__ = ["STOP_TOKENS", "ChatFormat", "Rendered", "chat_format", "render_chat", "render_template", "template_of"]
+from vlm_stream.tokens import Processor, render_template, template_of, tokenizer_of
 
 STOP_TOKENS: Final = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<turn|>")
 """Tokens that end a turn wherever a vocabulary has them; the tokenizer's own end token comes on top."""
@@ -41,6 +30,7 @@ _ANSWER: Final = ("Xanswersentinelonex", "Xanswersentineltwox")
 _CONTENT_TOKENS: Final = re.compile(r"think|channel|tool|reason|box|quad|ref|point", re.IGNORECASE)
 
 ContentForm = Literal["both", "list", "string"]
+_Learned = TypeVar("_Learned")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,8 +49,6 @@ class ChatFormat:
     """Tokens that the template writes around turns; in a rendered text they divide one piece from the next."""
     stop_ids: frozenset[int]
     """Those that end an answer."""
-    is_chat: npt.NDArray[np.bool_]
-    """At each id: whether it is one of `chat_ids`. The last entry stands for all ids beyond."""
     control: re.Pattern[str] | None
     """Finds what must not become tokens when it is typed: chat tokens, media tokens, a header without tokens."""
     chat_pattern: re.Pattern[str] | None
@@ -79,28 +67,19 @@ class ChatFormat:
     """Ids of the texts that stand between a chat token and an answer; filled as they are met."""
 
 
-_cache: WeakKeyDictionary[Any, tuple[str | None, ChatFormat]] = WeakKeyDictionary()
+def per_template(learn: Callable[[Any], _Learned]) -> Callable[[Any], _Learned]:
+    """Keep what is learned of a processor until its chat template changes."""
+    kept: WeakKeyDictionary[Any, tuple[str | None, _Learned]] = WeakKeyDictionary()
 
+    @wraps(learn)
+    def look_up(processor: Any) -> _Learned:
+        template = template_of(processor)
+        known = kept.get(processor)
+        if known is None or known[0] != template:
+            known = kept[processor] = (template, learn(processor))
+        return known[1]
 
-def chat_format(processor: Processor) -> ChatFormat:
-    """Return what is known of the processor's template; learned on the first call and when the template changes."""
-    template = template_of(processor)
-    known = _cache.get(processor)
-    if known is None or known[0] != template:
-        known = (template, _learn(processor, template))
-        _cache[processor] = known
-    return known[1]
-
-
-def template_of(processor: Processor) -> str | None:
-    """Return the chat template's text, the processor's own before its tokenizer's."""
-    for owner in (processor, tokenizer_of(processor)):
-        template = getattr(owner, "chat_template", None)
-        if isinstance(template, dict):
-            template = template.get("default")
-        if isinstance(template, str):
-            return template
-    return None
+    return look_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +100,15 @@ def render_chat(processor: Processor, chat: ChatFormat, conversation: Conversati
     names = {key: value for key, value in tokenizer_of(processor).special_tokens_map.items() if isinstance(value, str)}
     render: Any = render_jinja_template  # returns texts and spans, whatever its annotation says
     texts, spans = render(
-        conversations=[conversation],
-        chat_template=template_of(processor),
-        return_assistant_tokens_mask=True,
-        **names,
+        conversations=[conversation], chat_template=template_of(processor), return_assistant_tokens_mask=True, **names
     )
     return Rendered(texts[0], [(int(begin), int(end)) for begin, end in spans[0]])
 
 
-def render_template(processor: Processor, conversation: Conversation) -> str:
-    """Render one conversation to text with the processor's template, or with its tokenizer's if it has none."""
-    owner: Processor = processor if getattr(processor, "chat_template", None) is not None else tokenizer_of(processor)
-    if not hasattr(owner, "apply_chat_template"):
-        owner = processor
-    text = owner.apply_chat_template(conversation, tokenize=False)
-    return str(text[0] if isinstance(text, list) else text)
-
-
-def _learn(processor: Processor, template: str | None) -> ChatFormat:
-    tokenizer = tokenizer_of(processor)
+@per_template
+def chat_format(processor: Processor) -> ChatFormat:
+    """Return what the processor's template writes around turns."""
+    tokenizer, template = tokenizer_of(processor), template_of(processor)
     added = added_tokens(tokenizer)
     form = _content_form(processor)
     header, scaffold = _scaffold(processor, form, added)
@@ -159,7 +128,6 @@ def _learn(processor: Processor, template: str | None) -> ChatFormat:
         end_pattern=_alternation({opener.rstrip() for opener in openers}),
         chat_ids=chat_ids,
         stop_ids=frozenset(added[token] for token in stops),
-        is_chat=_table(chat_ids.values()),
         control=_alternation(chat | named | media | plain),
         chat_pattern=_alternation(chat, "({})"),
         content_form=form,
@@ -172,14 +140,6 @@ def _learn(processor: Processor, template: str | None) -> ChatFormat:
 
 def _known(tokens: Iterable[str | None], added: dict[str, int]) -> set[str]:
     return {token for token in tokens if token is not None and token in added}
-
-
-def _table(ids: Iterable[int]) -> npt.NDArray[np.bool_]:
-    """Return the array in which `array.take(ids, mode="clip")` looks ids up in one operation."""
-    known = list(ids)
-    table = np.zeros(max(known, default=-1) + 2, dtype=bool)
-    table[known] = True
-    return table
 
 
 def _scaffold(processor: Processor, form: ContentForm, added: dict[str, int]) -> tuple[str, list[str]]:

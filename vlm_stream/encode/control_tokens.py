@@ -12,6 +12,7 @@ cut after its first character so that no control token can form. Other text keep
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
@@ -19,32 +20,16 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 
-from vlm_stream.conversation import MEDIA_TYPES
+from vlm_stream.conversation import MEDIA_TYPES, Conversation
 from vlm_stream.errors import BadSampleError
+from vlm_stream.tokens import Processor, tokenizer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import numpy.typing as npt
     import torch
 
-    from vlm_stream.conversation import Conversation
     from vlm_stream.encode.chat_format import ChatFormat
-    from vlm_stream.tokens import Processor
-
-__all__ = [
-    "TypedMarkers",
-    "added_tokens",
-    "check_media_tokens",
-    "disguise",
-    "media_token_ids",
-    "media_token_strings",
-    "placeholder_ids",
-    "splice_plain",
-    "tokenizer_of",
-    "vision_token_ids",
-]
 
 _ID_ATTRIBUTES: Final = (
     "image_token_id",
@@ -85,18 +70,14 @@ _TOKEN_ATTRIBUTES: Final = ("image_token", "video_token", "audio_token", "boi_to
 _GRIDS: Final = (("image", "image_grid_thw", "image_processor"), ("video", "video_grid_thw", "video_processor"))
 _TIME_POOLED: Final = ("Kimi_K25Processor", "KimiK25Processor")
 """Processors in which all frames of one grid row share their tokens."""
+_ROWS_END: Final = ("HunYuanVLProcessor",)
+"""Processors that write one more image token after each row of an image, and one before and after all."""
 
 _PRIVATE_BEGIN: Final = 0x10F000  # plane 16, private use: no font, no text and no vocabulary has it
 _PRIVATE: Final = re.compile("[\U0010f000-\U0010ffff]")
 _KEPT_KEYS: Final = frozenset({"role", "type", *MEDIA_TYPES})
 
 _vision_ids: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
-
-
-def tokenizer_of(processor: Processor) -> Any:
-    """Return the processor's tokenizer (the processor itself when it is one)."""
-    tokenizer = getattr(processor, "tokenizer", None)
-    return processor if tokenizer is None else tokenizer  # not `or`: the truth of a tokenizer is its counted vocabulary
 
 
 def added_tokens(tokenizer: Any) -> dict[str, int]:
@@ -162,13 +143,9 @@ def check_media_tokens(processor: Processor, input_ids: torch.Tensor, sample: Ma
     tokens = {medium: _list_placeholders(processor, medium)[:1] for medium in grids}
     if any(grid is not None and not tokens[medium] for medium, grid in grids.items()):
         return
-    first = 1 if type(processor).__name__ in _TIME_POOLED else 0
-    expected = 0
-    for medium, _, part in _GRIDS:
-        merge = getattr(getattr(processor, part, None), "merge_size", None) or 2
-        per_token = merge[0] * merge[1] if isinstance(merge, (tuple, list)) else merge**2
-        rows = () if grids[medium] is None else grids[medium].tolist()
-        expected += sum(prod(row[first:]) // per_token for row in rows)
+    expected = sum(
+        _count_grid(processor, medium, part, sample) for medium, _, part in _GRIDS if grids[medium] is not None
+    )
     # Both tokens, whatever the grids: some families write the frames of a video with the image token.
     ids, known = input_ids.numpy(), {token_id for first_found in tokens.values() for token_id in first_found}
     found = sum(int(np.count_nonzero(ids == token_id)) for token_id in known)
@@ -179,6 +156,28 @@ def check_media_tokens(processor: Processor, input_ids: torch.Tensor, sample: Ma
             f"The sequence holds {found} image and video tokens, but the grids ask for {expected}; the model would "
             "refuse it.",
         )
+
+
+def _count_grid(processor: Processor, medium: str, part: str, sample: Mapping[str, Any]) -> int:
+    """Return how many tokens the grids of one medium ask for."""
+    kept = sample.get(f"{medium}_compression_mask")
+    if kept is not None and not bool(kept.all()):
+        raise BadSampleError(
+            "encode",
+            "pixels_decide_tokens",
+            f"{type(processor).__name__} leaves out what is alike in frames that follow each other, so the number of "
+            f"tokens depends on pixels, which no plan knows; set {part}.use_token_compression to False.",
+        )
+    owner = getattr(processor, part, None)
+    merge = getattr(owner, "merge_size", None) or 2
+    rows = sample[f"{medium}_grid_thw"].tolist()
+    if type(processor).__name__ in _ROWS_END:
+        side = merge * getattr(owner, "spatial_patch_size", 1)
+        around = 2 * bool(getattr(processor, "cat_extra_token", True))
+        return sum((height // side) * (width // side + 1) + around for _, height, width in rows)
+    first = 1 if type(processor).__name__ in _TIME_POOLED else 0
+    per_token = merge[0] * merge[1] if isinstance(merge, (tuple, list)) else merge**2
+    return sum(prod(row[first:]) // per_token for row in rows)
 
 
 def _holds(token: str, parts: tuple[str, ...]) -> bool:
@@ -277,7 +276,15 @@ def splice_plain(
     origin: list[npt.NDArray[np.int64]] = []
     cursor = 0
     for piece in filter(_PRIVATE.search, pieces):
-        begin, end = _find_piece(tokenizer, piece, ids, cursor)
+        # Some tokens swallow blanks beside them.
+        found = find_text(tokenizer, (piece, piece.lstrip(), piece.rstrip(), piece.strip()), ids, cursor)
+        if found is None:
+            raise BadSampleError(
+                "encode",
+                "typed_markers",
+                "A text holds control tokens and this tokenizer does not let them be written as text.",
+            )
+        begin, end = found
         plain = _plain_ids(tokenizer, piece, markers)
         out += [ids[cursor:begin], plain]
         origin += [np.arange(cursor, begin), np.full(len(plain), -1)]
@@ -285,18 +292,24 @@ def splice_plain(
     return np.concatenate([*out, ids[cursor:]]), np.concatenate([*origin, np.arange(cursor, len(ids))])
 
 
-def _find_piece(tokenizer: Any, piece: str, ids: npt.NDArray[np.int64], cursor: int) -> tuple[int, int]:
-    for form in (piece, piece.lstrip(), piece.rstrip(), piece.strip()):  # some tokens swallow blanks beside them
+def find_text(tokenizer: Any, forms: Iterable[str], ids: npt.NDArray[np.int64], cursor: int) -> tuple[int, int] | None:
+    """Return begin and end of the leftmost occurrence of a text at or after `cursor`, in the first form that occurs."""
+    for form in dict.fromkeys(forms):
         pattern = _encode(tokenizer, form)
-        windows = np.lib.stride_tricks.sliding_window_view(ids, len(pattern)) if len(pattern) <= len(ids) else ids[:0]
-        hits: Any = np.flatnonzero((windows[cursor:] == pattern).all(axis=-1)) if len(windows) else []
-        if len(hits):
-            return cursor + int(hits[0]), cursor + int(hits[0]) + len(pattern)
-    raise BadSampleError(
-        "encode",
-        "typed_markers",
-        "A text holds control tokens and this tokenizer does not let them be written as text.",
-    )
+        places = find_ids(ids[cursor:], pattern)
+        if len(places):
+            return cursor + int(places[0]), cursor + int(places[0]) + len(pattern)
+    return None
+
+
+def find_ids(ids: npt.NDArray[np.int64], pattern: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return where the pattern begins in the ids."""
+    if not len(pattern) or len(pattern) > len(ids):
+        return np.zeros(0, dtype=np.int64)
+    places = np.flatnonzero(ids[: len(ids) - len(pattern) + 1] == pattern[0])
+    for offset in range(1, len(pattern)):
+        places = places[ids[places + offset] == pattern[offset]]
+    return places
 
 
 def _plain_ids(tokenizer: Any, piece: str, markers: TypedMarkers) -> npt.NDArray[np.int64]:

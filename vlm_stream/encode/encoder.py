@@ -8,21 +8,19 @@ same text and media. Steps: decode, render once, call the processor once, place 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from vlm_stream.conversation import Conversation
 from vlm_stream.encode.call_processor import call_processor
 from vlm_stream.encode.chat_format import ChatFormat, Rendered, chat_format, render_chat
-from vlm_stream.encode.control_tokens import (
-    TypedMarkers,
-    check_media_tokens,
-    disguise,
-    media_token_ids,
-    splice_plain,
-)
+from vlm_stream.encode.control_tokens import TypedMarkers, check_media_tokens, disguise, media_token_ids, splice_plain
+from vlm_stream.encode.kept_text import KeptText, KeptTextReader
 from vlm_stream.encode.label_search import build_labels_from_template
 from vlm_stream.encode.labels import has_labels, label_answers, wants_training
 from vlm_stream.encode.load_media import (
@@ -33,23 +31,16 @@ from vlm_stream.encode.load_media import (
     mask_vision_tokens,
     processor_reads,
 )
-from vlm_stream.encode.sizes_only import make_grid_processor, stand_in_media
+from vlm_stream.encode.sizes_only import fill_blank, make_grid_processor, stand_in_media
 from vlm_stream.errors import BadSampleError, ConfigError, VlmStreamError, blame_sample
 from vlm_stream.keys import FAKE_IMAGE_SIZE, TOKEN_KEYS
-from vlm_stream.media import ImageConfig
-from vlm_stream.tokens import ImageSize
+from vlm_stream.media import DEFAULT_LIMITS, ImageConfig, MediaLimits, VideoBackend
+from vlm_stream.tokens import FrameRule, ImageSize, MediaSizes, Processor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     import torch
 
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.media import VideoBackend
     from vlm_stream.pixels import CompactPath
-    from vlm_stream.tokens import FrameRule, MediaSizes, Processor
-
-__all__ = ["EncodeConfig", "Encoder", "Steps", "fit_length", "shape_content"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +56,10 @@ class EncodeConfig:
     tower in every step."""
     image: ImageConfig = field(default_factory=ImageConfig)
     """How images are decoded."""
+    limits: MediaLimits = DEFAULT_LIMITS
+    """Larger media are bad samples."""
     video_backend: VideoBackend = "auto"
-    """decord, av or torchcodec; auto: decord where it is installed, av otherwise."""
+    """av (auto is the same), decord or torchcodec."""
     frames: FrameRule | None = None
     """Which frames of a video are read; None: as the processor's own config says. Planning must count with the same."""
     allow_unlabelled: bool = False
@@ -76,7 +69,6 @@ class EncodeConfig:
     a compact path give full pixels and say so."""
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing."""
         if self.overlong not in ("bad", "truncate"):
             raise ConfigError(f"overlong={self.overlong!r} means nothing here; use 'bad' or 'truncate'.")
         if self.pixels not in ("full", "compact"):
@@ -106,12 +98,17 @@ class Steps:
     edit: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
     """`(sample, processor)` -> the labelled sample with tokens or media in the form of the family."""
 
+    @property
+    def changes_text(self) -> bool:
+        """Whether ids are other than those of the rendered chat that is given to the processor as it is."""
+        own = (self.shape, self.render, self.placeholder, self.hook, self.edit)
+        return self.call is not call_processor or any(step is not None for step in own)
+
 
 class Encoder:
     """Encodes samples for one processor."""
 
     def __init__(self, processor: Processor, config: EncodeConfig | None = None, steps: Steps | None = None) -> None:
-        """Learn the processor's chat template and frame rule once."""
         self.processor = processor
         self.config = config or EncodeConfig()
         self.steps = steps or Steps()
@@ -123,38 +120,37 @@ class Encoder:
 
             self._path = find_compact_path(processor)
 
-    def encode(self, conversation: Conversation, media: Mapping[str, Any]) -> dict[str, Any]:
+    def encode(
+        self, conversation: Conversation, media: Mapping[str, Any], kept: KeptText | None = None
+    ) -> dict[str, Any]:
         """Return the sample's tensors.
 
         Args:
             conversation: Turns whose media items name keys of `media` (or hold bytes). It is not changed.
             media: Member name -> bytes.
+            kept: What conversion made of its text, for this processor; the result is the same without it.
 
         Returns:
             `input_ids`, `attention_mask`, `labels` [S] int64 (labels not shifted, -100 where nothing is learned), the
             family's other per-token tensors [S], and its media tensors as the processor gives them.
-
-        Raises:
-            BadSampleError: Stage "decode" for media, stage "encode" for everything after.
         """
         conversation = self.shape(conversation)
         is_faked = self._wants_fake(conversation)
         if is_faked:
             conversation = inject_fake_image(conversation)
         loaded = load_media(conversation, media, self.config, self.reads)
-        return self._encode(self.processor, conversation, loaded, is_faked)
+        if kept is not None and is_faked:
+            kept = kept.with_fake()
+        if kept is None or not self._keeps_text:
+            return self._encode(self.processor, conversation, loaded, is_faked)
+        return self._encode_kept(conversation, loaded, kept, is_faked=is_faked)
 
     def encode_from_sizes(self, conversation: Conversation, sizes: MediaSizes) -> dict[str, Any]:
         """Return what `encode` would, without pixels and without having the media.
 
-        Args:
-            conversation: Turns with media items, whatever these name. It is not changed.
-            sizes: Sizes of the media, in the order of the conversation.
-
-        Raises:
-            BadSampleError: As `encode` does; damage inside of media is not seen.
-            ConfigError: The family's text does not follow from sizes (see `grid_processor`).
+        `sizes` are those of what the family shows, in its order; media items may name anything.
         """
+        conversation = self.shape(conversation)
         is_faked = self._wants_fake(conversation)
         if is_faked:
             height, width = FAKE_IMAGE_SIZE
@@ -163,10 +159,41 @@ class Encoder:
         loaded = stand_in_media(conversation, sizes, self.reads)
         return self._encode(self.grid_processor, conversation, loaded, is_faked)
 
+    def encode_blank(self, conversation: Conversation, sizes: MediaSizes) -> dict[str, Any]:
+        """Return what `encode` would, for blank media of these sizes: the ids are the same for any family."""
+        filled = self.shape(fill_blank(conversation, sizes, self.reads))
+        return self._encode(self.processor, filled, load_media(filled, {}, self.config, self.reads), is_faked=False)
+
     @cached_property
     def grid_processor(self) -> Any:
         """The processor with grids from sizes, no pixels; `ConfigError` for families where that is not known."""
         return make_grid_processor(self.processor, self.config)
+
+    def _encode_kept(
+        self, conversation: Conversation, loaded: LoadedMedia, kept: KeptText, *, is_faked: bool
+    ) -> dict[str, Any]:
+        """Encode from kept text where that was seen to give the same."""
+        reader = self._kept_texts
+        kind = reader.kind_of(loaded, is_faked=is_faked)
+        with self._blaming():
+            if reader.is_trusted(kind) and (sample := reader.read(kind, kept, loaded)) is not None:
+                return self._check(sample, is_faked)
+            sample = self._label(self.processor, conversation, loaded)
+            if reader.is_tried(kind) and not reader.is_trusted(kind):
+                reader.learn(kind, sample, kept, loaded)
+            return self._check(sample, is_faked)
+
+    @property
+    def _keeps_text(self) -> bool:
+        """Whether text that was tokenised by the processor and labelled by its template is what `encode` makes."""
+        steps = self.steps
+        # A class of somebody else may do more in its call than its parts do.
+        is_known = type(self.processor).__module__.startswith("transformers.")
+        return is_known and not steps.changes_text and steps.label is None and not steps.writes_labels
+
+    @cached_property
+    def _kept_texts(self) -> KeptTextReader:
+        return KeptTextReader(self.processor, self._make_pixels)
 
     def _wants_fake(self, conversation: Conversation) -> bool:
         return self.config.inject_fake_image and not has_media(conversation)
@@ -174,22 +201,26 @@ class Encoder:
     def _encode(
         self, processor: Processor, conversation: Conversation, loaded: LoadedMedia, is_faked: bool
     ) -> dict[str, Any]:
+        with self._blaming():
+            return self._check(self._label(processor, conversation, loaded), is_faked)
+
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
         try:
-            return self._finish(processor, conversation, loaded, is_faked)
+            yield
         except VlmStreamError:
             raise
         except Exception as error:  # processors and templates raise anything on content they do not accept
             fact = f"{type(self.processor).__name__} refused the sample"
             raise blame_sample(error, "encode", "processor_error", fact) from error
 
-    def _finish(
-        self, processor: Processor, conversation: Conversation, loaded: LoadedMedia, is_faked: bool
-    ) -> dict[str, Any]:
+    def _label(self, processor: Processor, conversation: Conversation, loaded: LoadedMedia) -> dict[str, Any]:
+        """Render, call the processor, place labels."""
         rendered, markers = self.render(conversation)
         if processor is self.processor:
             batch = self.call([rendered.text], [loaded], {})
         else:
-            batch = call_processor(processor, [rendered.text], [loaded], {})
+            batch = self.steps.call(processor, [rendered.text], [loaded], {})
         is_hooked = False
         if self.steps.hook is not None:
             before = batch["input_ids"]
@@ -204,6 +235,10 @@ class Encoder:
             sample["labels"] = build_labels_from_template(ids[None], [conversation], self.processor)[0]
         elif not (self.steps.writes_labels and "labels" in sample):
             sample["labels"] = self.label(conversation, rendered, ids)
+        return sample
+
+    def _check(self, sample: dict[str, Any], is_faked: bool) -> dict[str, Any]:
+        """Give a labelled sample the form of the family, and raise where it cannot be used."""
         if self.steps.edit is not None:
             sample = self.steps.edit(sample, self.processor)
         if self.config.max_length is not None:
@@ -221,6 +256,14 @@ class Encoder:
             return self.steps.call(self.processor, texts, loaded, options)
         batch = self.steps.call(self._path.processor, texts, loaded, options)
         return batch | self._path.tag(batch)
+
+    def _make_pixels(self, images: list[Any]) -> dict[str, Any]:
+        """Return what the processor's image part makes of one sample's images, compact if they are to be."""
+        processor: Any = self.processor if self._path is None else self._path.processor
+        declared = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", None) or {}
+        options = {**declared.get("images_kwargs", {}), "return_tensors": "pt"}
+        batch = dict(processor.image_processor([images], **options))
+        return batch if self._path is None else batch | self._path.tag(batch)
 
     def shape(self, conversation: Conversation) -> Conversation:
         """Return what of a conversation the family shows."""
@@ -259,11 +302,7 @@ class Encoder:
 
 
 def fit_length(processor: Processor, sample: dict[str, Any], max_length: int, overlong: str) -> dict[str, Any]:
-    """Return the sample when it fits, or its beginning when it may be cut.
-
-    Raises:
-        BadSampleError: When it is too long and may not be cut, or when the cut would take media tokens away.
-    """
+    """Return the sample when it fits, or its beginning when it may be cut."""
     ids: torch.Tensor = sample["input_ids"]
     length = len(ids)
     if length <= max_length:

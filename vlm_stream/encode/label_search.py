@@ -7,33 +7,21 @@ tokens that open and end them; a processor without such tokens falls back to sea
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 
-from vlm_stream.encode.chat_format import STOP_TOKENS, chat_format, template_of
-from vlm_stream.encode.control_tokens import placeholder_ids, tokenizer_of
+from vlm_stream.encode.chat_format import STOP_TOKENS, chat_format, per_template
+from vlm_stream.encode.control_tokens import find_ids, find_text, placeholder_ids
 from vlm_stream.keys import IGNORE
+from vlm_stream.tokens import Processor, tokenizer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
     import torch
 
-    from vlm_stream.tokens import Processor
-
-__all__ = [
-    "IMSTART_PROCESSORS",
-    "AnswerMarker",
-    "build_labels",
-    "build_labels_from_template",
-    "find_marker",
-    "message_text",
-    "scan_markers",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +42,10 @@ IMSTART_PROCESSORS: Final = frozenset(
 class AnswerMarker:
     """The tokens around an answer."""
 
-    ids: tuple[int, ...]
-    """What opens it."""
-    text: str
-    """The same as text."""
-    stop_id: int
-    """What ends it."""
+    ids: tuple[int, ...]  # what opens it
+    text: str  # the same as text
+    stop_id: int  # what ends it
     stop_text: str
-
-
-_cache: WeakKeyDictionary[Any, tuple[str | None, AnswerMarker | None]] = WeakKeyDictionary()
 
 
 def build_labels_from_template(
@@ -101,11 +83,12 @@ def build_labels(
         for message in conversation:
             text = message_text(message)
             is_answer = message.get("role") == "assistant"
-            begin, end = _find_text(tokenizer, text, ids, cursor) if text else (-1, -1)
-            if begin < 0:
+            found = find_text(tokenizer, (text, text.lstrip()), ids, cursor) if text else None
+            if found is None:
                 if text and is_answer:
                     logger.warning("An answer was not found in its ids and stays unlabelled: %.60r", text)
                 continue
+            begin, end = found
             if is_answer and message.get("train", True):
                 if end < len(ids) and _decode_one(tokenizer, int(ids[end])).strip() in stops:
                     end += 1
@@ -124,7 +107,7 @@ def _as_labels(labels: npt.NDArray[np.int64], input_ids: torch.Tensor, processor
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """Return all text of a turn, joined."""
+    """Return the text of a turn, without its media."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -140,56 +123,25 @@ def _decode_one(tokenizer: Any, token_id: int) -> str:
         return str(tokenizer.decode([token_id]))
 
 
-def _find_text(tokenizer: Any, text: str, ids: npt.NDArray[np.int64], cursor: int) -> tuple[int, int]:
-    """Return begin and end of the leftmost occurrence at or after `cursor`; (-1, -1) when there is none."""
-    for form in dict.fromkeys((text, text.lstrip())):
-        pattern = np.asarray(tokenizer(form, add_special_tokens=False)["input_ids"], dtype=np.int64)
-        places = _find_all(ids[cursor:], pattern)
-        if len(places):
-            begin = cursor + int(places[0])
-            return begin, begin + len(pattern)
-    return -1, -1
-
-
-def _find_all(ids: npt.NDArray[np.int64], pattern: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return where the pattern begins in the ids."""
-    if not len(pattern) or len(pattern) > len(ids):
-        return np.zeros(0, dtype=np.int64)
-    places = np.flatnonzero(ids[: len(ids) - len(pattern) + 1] == pattern[0])
-    for offset in range(1, len(pattern)):
-        places = places[ids[places + offset] == pattern[offset]]
-    return places
-
-
+@per_template
 def find_marker(processor: Processor) -> AnswerMarker | None:
-    """Return the markers of a processor, found once; None (and one warning) when there are none to be found."""
-    key = template_of(processor)
-    known = _cache.get(processor)
-    if known is None or known[0] != key:
-        known = (key, _find_marker(processor))
-        _cache[processor] = known
-        if known[1] is None:
-            logger.warning(
-                "No markers around answers were found for %s: labels come from searching for the answers' text.",
-                type(processor).__name__,
-            )
-    return known[1]
-
-
-def _find_marker(processor: Processor) -> AnswerMarker | None:
+    """Return the markers of a processor; None (and one warning) when there are none to be found."""
     tokenizer, name = tokenizer_of(processor), type(processor).__name__
     marker = None
     if name == "InklingProcessor":
         marker = _marker(tokenizer, "<|message_model|><|content_text|>", "<|content_model_end_sampling|>")
     elif name in IMSTART_PROCESSORS:
         marker = _marker(tokenizer, "<|im_start|>assistant\n", "<|im_end|>")
-    if marker is not None:
-        return marker
-    chat = chat_format(processor)
-    stops = [token for token, index in chat.chat_ids.items() if index in chat.stop_ids and token in chat.closing]
-    if not chat.header or not stops:
-        return None
-    return _marker(tokenizer, chat.header, min(stops, key=chat.closing.find))
+    if marker is None:
+        chat = chat_format(processor)
+        stops = [token for token, index in chat.chat_ids.items() if index in chat.stop_ids and token in chat.closing]
+        if chat.header and stops:
+            marker = _marker(tokenizer, chat.header, min(stops, key=chat.closing.find))
+    if marker is None:
+        logger.warning(
+            "No markers around answers were found for %s: labels come from searching for the answers' text.", name
+        )
+    return marker
 
 
 def _marker(tokenizer: Any, text: str, stop: str) -> AnswerMarker | None:
@@ -232,7 +184,7 @@ def _marker_ends(ids: npt.NDArray[np.int64], marker: AnswerMarker, tokenizer: An
     wanted = np.asarray(marker.ids, dtype=np.int64)
     last = decode(int(wanted[-1]))
     solid = wanted[:-1] if len(wanted) > 1 and not last.strip() else wanted
-    ends = (_find_all(ids, solid) + len(solid)).tolist()
+    ends = (find_ids(ids, solid) + len(solid)).tolist()
     if len(solid) == len(wanted):
         return list(ends)
     found = []

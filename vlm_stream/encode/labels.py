@@ -14,27 +14,18 @@ holds any character of the answer is labelled. Media are one placeholder in the 
 text after a placeholder is looked for after the tokens of media.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from vlm_stream.encode.control_tokens import tokenizer_of
+from vlm_stream.encode.chat_format import ChatFormat, Rendered
 from vlm_stream.errors import BadSampleError
 from vlm_stream.keys import IGNORE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-
-    from vlm_stream.encode.chat_format import ChatFormat, Rendered
-    from vlm_stream.tokens import Processor
-
-__all__ = ["has_labels", "label_answers", "wants_training"]
+from vlm_stream.tokens import Processor, tokenizer_of
 
 _MAX_TAILS: Final = 256
 _LONGEST_TAIL: Final = 64
@@ -52,12 +43,7 @@ def wants_training(conversation: Sequence[dict[str, Any]]) -> list[bool]:
 def label_answers(
     processor: Processor, chat: ChatFormat, rendered: Rendered, ids: npt.NDArray[np.int64], train: Sequence[bool]
 ) -> npt.NDArray[np.int64]:
-    """Return labels [S] for the answers that are to be learned; placeholders of media are never labels.
-
-    Raises:
-        BadSampleError: When text and ids cannot be brought together, or when single turns are switched off and the
-            template did not write one answer per assistant turn.
-    """
+    """Return labels [S] for the answers that are to be learned; placeholders of media are never labels."""
     ranges = _Places(processor, chat, rendered, ids).answers()
     if len(ranges) != len(train) and not all(train):
         raise BadSampleError(
@@ -87,11 +73,9 @@ class _Places:
         self._tokenizer = tokenizer_of(processor)
         self._chat, self._rendered, self._ids = chat, rendered, ids
         pieces = chat.chat_pattern.split(rendered.text) if chat.chat_pattern else [rendered.text]
-        self._pieces = pieces
-        """The text; every second piece is a chat token."""
+        self._pieces = pieces  # the text; every second piece is a chat token
         self._mark_ids = [chat.chat_ids[mark] for mark in pieces[1::2]]
-        self._positions = self._find_marks()
-        """Where the chat tokens of the text lie in the ids."""
+        self._positions = self._find_marks()  # where the chat tokens of the text lie in the ids
         self._mark_ends = list(accumulate(map(len, pieces)))[1::2]
         self._after_media: dict[int, int] = {}
         self._cursor = 0
@@ -103,10 +87,9 @@ class _Places:
 
     def _find_marks(self) -> list[int]:
         written = self._mark_ids
-        places = self._chat.is_chat.take(self._ids, mode="clip").nonzero()[0]
-        places = places[self._ids.take(places) >= 0]  # to `clip`, ids below 0 are 0
+        places = np.flatnonzero(np.isin(self._ids, list(self._chat.chat_ids.values())))
         found, positions = self._ids.take(places).tolist(), places.tolist()
-        # A tokenizer may put a token of its own in front (bos) or at the end (eos).
+        # a tokenizer may put a token of its own in front (bos) or at the end (eos).
         for skip in range(len(found) - len(written) + 1):
             if found[skip : skip + len(written)] == written:
                 return list(positions[skip : skip + len(written)])

@@ -9,11 +9,13 @@ vision tower; `mask_vision_tokens` hides it from attention, and packing must kee
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.conversation import Conversation, Item, frame_rate, iter_media, named_frames
+from vlm_stream.clips import PickedClip
+from vlm_stream.conversation import Conversation, Item, frame_rate, iter_media, map_media, named_frames, named_span
 from vlm_stream.encode.control_tokens import vision_token_ids
 from vlm_stream.errors import BadSampleError, blame_sample
 from vlm_stream.keys import EXIF_ROTATE, FAKE_IMAGE_SIZE
@@ -21,46 +23,29 @@ from vlm_stream.media import (
     LMDB_SEPARATOR,
     DecodedVideo,
     ImageConfig,
+    MediaLimits,
     VideoInfo,
     decode_audio,
     decode_frame_list,
     decode_image,
+    decode_picked,
     decode_video,
     read_lmdb,
     resample_audio,
     to_rgb,
 )
-from vlm_stream.tokens import FrameRule, Geometry, frame_indices, make_video_metadata
+from vlm_stream.tokens import FrameRule, Geometry, Processor, audio_rate, frame_indices, make_video_metadata, media_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     import torch
     from PIL import Image
 
     from vlm_stream.encode.encoder import EncodeConfig
-    from vlm_stream.tokens import Processor
-
-__all__ = [
-    "LoadedMedia",
-    "ProcessorReads",
-    "audio_rate_of",
-    "check_supported",
-    "frame_rule",
-    "has_media",
-    "inject_fake_image",
-    "load_media",
-    "make_fake_image",
-    "mask_vision_tokens",
-    "picker",
-    "processor_reads",
-]
+    from vlm_stream.tokens import MediaSizes
 
 logger = logging.getLogger(__name__)
 
-_AUDIO_PARTS: Final = ("audio_processor", "feature_extractor")
-_FAKE_NAME: Final = "fake.png"
-"""What the injected item names instead of a member."""
+_FAKE_NAME: Final = "fake.png"  # what the injected item names instead of a member
 
 _warned: set[str] = set()
 
@@ -69,23 +54,19 @@ _warned: set[str] = set()
 class ProcessorReads:
     """What a processor takes besides text, looked up once."""
 
-    name: str
-    """Its class, for messages."""
-    media: frozenset[str]
-    """Which of image, video and audio it has a part for."""
+    name: str  # its class, for messages
+    media: frozenset[str]  # which of image, video and audio it has a part for
     frame_rule: FrameRule
     audio_rate: int
 
 
 def processor_reads(processor: Processor, config: EncodeConfig) -> ProcessorReads:
-    """Look at the processor's parts."""
-    parts = {"image": ("image_processor",), "video": ("video_processor",), "audio": _AUDIO_PARTS}
-    media = {m for m, names in parts.items() if any(getattr(processor, n, None) is not None for n in names)}
+    """Return which media a processor reads, and how."""
     return ProcessorReads(
         name=type(processor).__name__,
-        media=frozenset(media),
+        media=frozenset(media_of(processor)),
         frame_rule=frame_rule(processor, config.frames),
-        audio_rate=audio_rate_of(processor),
+        audio_rate=audio_rate(processor),
     )
 
 
@@ -109,11 +90,17 @@ def picker(rule: FrameRule, item: Item) -> Callable[[VideoInfo], Sequence[int]]:
     return pick
 
 
-def audio_rate_of(processor: Processor) -> int:
-    """Return the sampling rate that the processor's audio part wants."""
-    rates = (getattr(getattr(processor, name, None), "sampling_rate", None) for name in _AUDIO_PARTS)
-    rate = next((rate for rate in rates if rate), None) or getattr(processor, "audio_sampling_rate", None)
-    return int(rate or 16_000)
+def name_frames(conversation: Conversation, sizes: MediaSizes) -> Conversation:
+    """Return the conversation whose videos name the keyframes that the plan has chosen: it alone knows them."""
+    if not any(video.keyframes for video in sizes.videos):
+        return conversation
+    videos = iter(sizes.videos)
+
+    def named(item: Item) -> Item:
+        chosen = next(videos).keyframes if item["type"] == "video" else ()
+        return {**item, "frame_indices": list(chosen)} if chosen else item
+
+    return map_media(conversation, named)
 
 
 @dataclass(slots=True, eq=False)
@@ -140,14 +127,13 @@ def load_media(
     loaded = LoadedMedia()
     for item in iter_media(conversation):
         check_supported(item, reads)
-        where = item.get(item["type"])
         try:
             if item["type"] == "image":
-                loaded.images.append(_load_image(where, members, _image_config(item, config)))
+                loaded.images.append(_load_image(item, members, config))
             elif item["type"] == "video":
                 loaded.videos.append(_load_video(item, members, config, reads.frame_rule))
             else:
-                loaded.audios.append(_load_audio(where, members, reads.audio_rate))
+                loaded.audios.append(_load_audio(item, members, reads.audio_rate, config.limits))
         except Exception as error:  # decoders raise nearly anything on damaged bytes
             raise _named(error, item) from error
     return loaded
@@ -175,23 +161,27 @@ def _image_config(item: Item, config: EncodeConfig) -> ImageConfig:
     return replace(config.image, exif_rotate=True) if item.get(EXIF_ROTATE) else config.image
 
 
-def _load_image(where: Any, members: Mapping[str, Any], config: ImageConfig) -> Image.Image:
+def _load_image(item: Item, members: Mapping[str, Any], config: EncodeConfig) -> Image.Image:
+    where: Any = item.get("image")
     if hasattr(where, "convert"):  # decoded already
         return to_rgb(where)
     if isinstance(where, str) and where == _FAKE_NAME and where not in members:
         return make_fake_image()
-    return decode_image(_bytes_of(where, members), config)
+    return decode_image(_bytes_of(where, members), _image_config(item, config), config.limits)
 
 
 def _load_video(item: Item, members: Mapping[str, Any], config: EncodeConfig, rule: FrameRule) -> DecodedVideo:
     where = item["video"]
-    pick = picker(rule, item)
+    pick, seconds = picker(rule, item), named_span(item)
     if isinstance(where, (list, tuple)) and where and isinstance(where[0], (str, bytes, bytearray, memoryview)):
         frames = [_bytes_of(name, members) for name in where]
-        return decode_frame_list(frames, pick, frame_rate(item) or rule.fps, _image_config(item, config))
+        return decode_frame_list(frames, pick, frame_rate(item) or rule.fps, _image_config(item, config), config.limits)
     if isinstance(where, (list, tuple)) or hasattr(where, "shape"):
         return _ready_frames(item, rule)
-    return decode_video(_bytes_of(where, members), pick, config.video_backend)
+    data = _bytes_of(where, members)
+    if isinstance(data, PickedClip):
+        return decode_picked(data, pick, config.limits, seconds=seconds)
+    return decode_video(data, pick, config.video_backend, config.limits, seconds=seconds)
 
 
 def _ready_frames(item: Item, rule: FrameRule) -> DecodedVideo:
@@ -211,13 +201,16 @@ def _ready_frames(item: Item, rule: FrameRule) -> DecodedVideo:
     return DecodedVideo(frames=frames, info=info, indices=indices)
 
 
-def _load_audio(where: Any, members: Mapping[str, Any], rate: int) -> Any:
+def _load_audio(item: Item, members: Mapping[str, Any], rate: int, limits: MediaLimits) -> Any:
     """Return the waveform; ready ones come as an array at the right rate, (array, rate), or a dict with both."""
+    where, seconds = item["audio"], named_span(item)
     if isinstance(where, dict) and "array" in where:
         return resample_audio(where["array"], int(where["sampling_rate"]), rate)
     if isinstance(where, (tuple, list)) and len(where) == 2 and not isinstance(where[0], str):
         return resample_audio(where[0], int(where[1]), rate)
-    return where if hasattr(where, "shape") else decode_audio(_bytes_of(where, members), rate)
+    if hasattr(where, "shape"):
+        return where
+    return decode_audio(_bytes_of(where, members), rate, limits, seconds=seconds)
 
 
 def _bytes_of(where: Any, members: Mapping[str, Any]) -> Any:
@@ -250,7 +243,7 @@ def has_media(conversation: Conversation) -> bool:
 
 
 def make_fake_image() -> Image.Image:
-    """Return the image."""
+    """Return the image that is shown where there is none."""
     from PIL import Image
 
     height, width = FAKE_IMAGE_SIZE

@@ -12,30 +12,23 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
-from vlm_stream.conversation import Conversation, Item, frame_rate, iter_media
+from vlm_stream.conversation import Conversation, Item, frame_rate, iter_media, map_media, without_span
 from vlm_stream.encode.load_media import LoadedMedia, ProcessorReads, check_supported, picker
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.media import DecodedVideo, VideoInfo
-from vlm_stream.tokens import Geometry, read_family
+from vlm_stream.tokens import FrameRule, Geometry, ImageSize, MediaSizes, VideoSize, read_family, resample_length
 
 if TYPE_CHECKING:
     import torch
 
     from vlm_stream.encode.encoder import EncodeConfig
-    from vlm_stream.tokens import FrameRule, ImageSize, MediaSizes, VideoSize
-
-__all__ = ["make_grid_processor", "stand_in_media"]
 
 _GRID_FAMILIES: Final = ("glm46v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 """Families whose text depends on media through grids alone."""
 
 
 def make_grid_processor(processor: Any, config: EncodeConfig) -> Any:
-    """Return a copy of the processor that never sees a pixel; the original is not changed.
-
-    Raises:
-        ConfigError: The family has no grids, or the options change sizes in ways that the index does not know.
-    """
+    """Return a copy of the processor that never sees a pixel; the original is not changed."""
     family = read_family(processor)
     if family not in _GRID_FAMILIES:
         raise ConfigError(
@@ -100,11 +93,7 @@ def _as_tensor(grids: Any) -> torch.Tensor:
 
 
 def stand_in_media(conversation: Conversation, sizes: MediaSizes, reads: ProcessorReads) -> LoadedMedia:
-    """Return arrays of the shapes that `load_media` would give, with the same facts about videos.
-
-    Raises:
-        BadSampleError: The conversation shows other media than there are sizes of, or some that are not read.
-    """
+    """Return arrays of the shapes that `load_media` would give, with the same facts about videos."""
     loaded = LoadedMedia()
     left: dict[str, list[Any]] = {"image": list(sizes.images), "video": list(sizes.videos), "audio": list(sizes.audios)}
     for item in iter_media(conversation):
@@ -116,10 +105,37 @@ def stand_in_media(conversation: Conversation, sizes: MediaSizes, reads: Process
             loaded.images.append(_blank_image(queue.pop(0)))
         elif item["type"] == "video":
             loaded.videos.append(_blank_video(item, queue.pop(0), reads.frame_rule))
+        else:
+            queue.pop(0)
     for medium, queue in left.items():
         if queue:
             raise _mismatch(medium, "fewer")
     return loaded
+
+
+def fill_blank(conversation: Conversation, sizes: MediaSizes, reads: ProcessorReads) -> Conversation:
+    """Return the conversation with blank media of these sizes in the place of its own."""
+    loaded = stand_in_media(conversation, sizes, reads)
+    images, videos = iter(loaded.images), iter(loaded.videos)
+    sounds = iter(sizes.audios)
+
+    def fill(item: Item) -> Item:
+        if item.get("type") == "image":
+            from PIL import Image
+
+            height, width, _ = np.shape(cast("Any", next(images)))
+            return {**item, "image": Image.new("RGB", (width, height))}
+        if item.get("type") == "video":
+            clip = next(videos)
+            facts = {"_video_fps": clip.info.fps, "_frame_indices": clip.indices, "_total_frames": clip.info.frames}
+            return without_span({**item, "video": clip.frames, **facts})
+        if item.get("type") == "audio":
+            sound = next(sounds)
+            num = int(resample_length(np.asarray(sound.samples), np.asarray(sound.rate), reads.audio_rate))
+            return without_span({**item, "audio": np.zeros(num, np.float32)})
+        return item
+
+    return map_media(conversation, fill)
 
 
 def _mismatch(medium: str, how: str) -> BadSampleError:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
+import os
 from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -22,22 +24,23 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from vlm_stream.errors import DatasetError
-from vlm_stream.format.index import ShardIndex, check_index, fetch_index, open_index
-from vlm_stream.format.manifest import ShardList, load_manifest
+from vlm_stream.errors import AccessError, ConfigError, DatasetError, NotFoundError
+from vlm_stream.format.index import ShardIndex, fetch_index, open_index
+from vlm_stream.format.manifest import ShardList, index_name, load_manifest
 from vlm_stream.format.media import ShardMedia, decode_media, join_media, media_kinds
-from vlm_stream.storage import Span, open_store
+from vlm_stream.storage import ShardKey, Span, crc32c_of, host_of, is_under, local_path, open_store, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import TypeVar
 
+    from vlm_stream.format.index import TablePlace
     from vlm_stream.storage import StoreOptions
     from vlm_stream.tokens import MediaColumns, MediaSizes
 
     R = TypeVar("R")
 
-__all__ = ["Drawn", "IndexCache", "OpenDataset"]
+logger = logging.getLogger(__name__)
 
 _FETCHING: Final = 32
 """Indexes that are asked for at a time."""
@@ -57,6 +60,26 @@ class Drawn(NamedTuple):
     """Name of the meta file's entry, or of the file, that it came from."""
     id: str | None
     """Its own id; None: it has none."""
+    table: TablePlace | None = None
+    """Where the tables of its clips lie; None: it has none."""
+    shared: tuple[Span, ...] = ()
+    """Whole samples or files, each for the one member that this sample shares with others."""
+    text: tuple[int, int, int] | None = None
+    """Offset, size and crc32c of the tokens of its text in the file beside the index; None: they are not there."""
+
+    def holder(self, name: str) -> Span:
+        """Return what holds a member."""
+        return next(span for span in (self.span, *self.shared) if any(own == name for own, *_ in span.members))
+
+    @property
+    def members(self) -> tuple[tuple[str, int, int], ...]:
+        """Return its members, those that it shares included."""
+        return (*self.span.members, *(member for span in self.shared for member in span.members))
+
+    @property
+    def num_bytes(self) -> int:
+        """Return how many bytes all of it takes to read."""
+        return self.span.size + sum(span.size for span in self.shared)
 
 
 class IndexCache:
@@ -106,8 +129,16 @@ class OpenDataset:
         cache: IndexCache,
         *,
         only: Sequence[str] | None = None,
+        tars: str = "",
     ) -> None:
         """Read the manifest; with `only`, leave out all shards but these.
+
+        Args:
+            url: The dataset's URL.
+            store_options: How to reach stores, and from where tars may come.
+            cache: Keeps indexes.
+            only: Names of shards.
+            tars: URL of a place that the user has named as that of the tars.
 
         Raises:
             DatasetError: There is none, or it cannot be used.
@@ -116,12 +147,18 @@ class OpenDataset:
         self.manifest = load_manifest(self.store)
         self.root: str = self.store.root
         """URL of the dataset. Spans have that of its tars, which may be elsewhere."""
+        named = (tars, *(store_options.tars if store_options else ()))
+        self.named: tuple[str, ...] = tuple(each for each in named if each)
+        """Places of tars that the user has named."""
+        if self.manifest.tars:
+            check_place(self.manifest.tars, self.root, self.named)
         if only is not None:
             by_name = {shard.name: shard for shard in self.manifest.shards}
             shards = ShardList.of(by_name[name] for name in only)
             self.manifest = replace(self.manifest, shards=shards)
         self._kept_as = self.root if only is None else f"{self.root}#{self.manifest.digest}"
         self._cache = cache
+        self._keyframes, self._warned = False, set[str]()
         self._entry: str | None = None
         self._numbers: Sequence[int] = range(len(self.manifest.shards))
         self.samples_per_shard: list[int] = self.manifest.shards.column("samples")
@@ -138,6 +175,21 @@ class OpenDataset:
         view.samples_per_shard = [counts[number] for number in view._numbers]
         view.digest = hashlib.sha256(f"{self.digest}:{entry}".encode()).hexdigest()
         return view
+
+    def read_keyframes(self) -> None:
+        """Read of indexes from now on also which frames of videos are keyframes."""
+        self._kept_as += "" if self._keyframes else "#keyframes"
+        self._keyframes = True
+
+    @property
+    def tars(self) -> str:
+        """Return the URL of the folder of the tars."""
+        return self.manifest.tars or self.root
+
+    def shard_keys(self) -> list[ShardKey]:
+        """Return the tars of all shards as the node cache knows them."""
+        names, sizes, etags = (self.manifest.shards.column(name) for name in ("name", "bytes", "etag"))
+        return [ShardKey(self.tars, names[number], sizes[number], etags[number]) for number in self._numbers]
 
     def media(self, shards: Sequence[int]) -> MediaColumns:
         """Return text counts and media sizes of all samples of some shards, one shard after the other."""
@@ -156,8 +208,9 @@ class OpenDataset:
             where = index.path
             media = index.columns if self._entry is None else index.columns.select(index.is_of(self._entry))
         else:
-            where = check_index(index, self.store, listed)
-            media = decode_media(index, where, media_kinds(listed.totals), self._entry)
+            where = self.store.url(index_name(listed.name))
+            kinds, num_rows = media_kinds(listed.totals), listed.totals.samples
+            media = decode_media(index, where, kinds, self._entry, num_rows=num_rows, keyframes=self._keyframes)
         self._check_count(shard, media.num_samples, where)
         return media
 
@@ -216,10 +269,42 @@ class OpenDataset:
         _, offset, size = member
         return drawn.span._replace(offset=offset, size=size, crc32c=None, members=(member,))
 
+    def tables(self, places: Sequence[TablePlace]) -> list[bytes | None]:
+        """Return the tables of some samples' clips; None where they are not there, or not as the index says."""
+        with ThreadPoolExecutor(max(1, min(_FETCHING, len(places)))) as pool:
+            return list(pool.map(self._table, places))
+
+    def _table(self, place: TablePlace) -> bytes | None:
+        try:
+            data = bytes(self.store.fetch(place.path, place.offset, place.size).data)
+        except (NotFoundError, AccessError):  # stores that let nobody list say of what is missing that it is forbidden
+            data = b""
+        if len(data) == place.size and crc32c_of(data) == place.crc32c:
+            return data
+        if place.path not in self._warned:
+            self._warned.add(place.path)
+            logger.warning(
+                "%s is missing or not the one that its index describes, so clips of its shard are read whole; copy it "
+                "here, or write it again with: vlm-stream index",
+                self.store.url(place.path),
+            )
+        return None
+
     def indexes(self) -> Iterator[ShardIndex]:
         """Yield the index of each shard, with all of its samples."""
         for begin in range(0, len(self._numbers), _TOGETHER):
             yield from self._each(self._decode, range(begin, min(begin + _TOGETHER, len(self._numbers))))
+
+    def look(self, shards: Sequence[int]) -> list[tuple[ShardIndex, Sequence[int]]]:
+        """Return the indexes of some shards, each with the rows of it that are shown."""
+        indexes = self._each(self._decode, shards)
+        return [(index, self._rows(shard, index)) for shard, index in zip(shards, indexes, strict=True)]
+
+    def find_shard(self, name: str) -> int | None:
+        """Return the number of the shard whose tar has that name; None: there is none, or it shows no sample."""
+        names: list[str] = self.manifest.shards.column("name")
+        number = names.index(name) if name in names else -1
+        return self._numbers.index(number) if number in self._numbers else None
 
     def find(self, name: str) -> list[tuple[int, int]]:
         """Return shard and row of the samples with that key, or with that id of their own."""
@@ -251,13 +336,49 @@ class OpenDataset:
         """Return a decoded index, which is kept from then on in place of its bytes."""
         if isinstance(index, bytes):
             number = self._numbers[shard]
-            index = open_index(index, self.store, self.manifest.shards[number], tars=self.manifest.tars)
+            entry, tars = self.manifest.shards[number], self.manifest.tars
+            index = open_index(index, self.store, entry, tars=tars, keyframes=self._keyframes)
+            for url in index.outside():
+                check_place(url, self.root, self.named)
             self._cache.put(self._kept_as, number, index)
         return index
 
 
+def check_place(url: str, root: str, named: Sequence[str]) -> None:
+    """Refuse tars and files that lie elsewhere than their dataset, unless the user has named the place.
+
+    Elsewhere is another host or bucket; on a disk it is whatever lies outside of the dataset's folder.
+
+    Raises:
+        DatasetError: They do.
+    """
+    if host_of(url) == host_of(root) and (scheme_of(url) != "file" or _is_inside(url, root)):
+        return
+    if any(
+        is_under(url, each) or (scheme_of(url) == scheme_of(each) == "file" and _is_inside(url, each)) for each in named
+    ):
+        return
+    raise DatasetError(
+        f"the dataset {root} says that its tars are at {url!r:.500}, which is not where the dataset lies; whoever "
+        f"wrote it could have any file of this machine read, or send you to any host with your credentials, so nothing "
+        f"is read there. If you know that place, name it with --tars URL (tars of the store's options)"
+    )
+
+
+def _is_inside(url: str, folder: str) -> bool:
+    """Tell whether a local file lies in a folder, wherever links lead."""
+    if not url.startswith(("/", "file:")):
+        return False
+    try:
+        place, root = (os.path.realpath(local_path(each)) for each in (url, folder))
+    except (ValueError, ConfigError):  # no path
+        return False
+    return os.path.commonpath((place, root)) == root
+
+
 def _draw(index: ShardIndex, row: int) -> Drawn:
-    return Drawn(index.key(row), index.span(row), index.sizes(row), index.entry_of(row), index.own_id(row))
+    (span, shared), sizes, table = index.spans(row), index.sizes(row), index.table(row)
+    return Drawn(index.key(row), span, sizes, index.entry_of(row), index.own_id(row), table, shared, index.text(row))
 
 
 @contextmanager

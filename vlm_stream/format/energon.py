@@ -20,7 +20,7 @@ import posixpath
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.conversation import MEDIA_TYPES
+from vlm_stream.conversation import MEDIA_TYPES, SPAN_KEYS
 from vlm_stream.errors import BadSampleError
 from vlm_stream.format.fields import medium_of
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vlm_stream.conversation import Conversation, Item
-
-__all__ = ["DEFAULT_PROMPTS", "SAMPLE_FIELDS", "read_energon_sample"]
 
 SAMPLE_FIELDS: Final = {
     "CaptioningSample": ("image", "caption"),
@@ -141,7 +139,7 @@ class _Fields:
         if isinstance(entry, dict):
             medium = next((medium for medium in MEDIA_TYPES if isinstance(entry.get(medium), str)), None)
             if medium:
-                return {"type": medium, medium: entry[medium]}
+                return {"type": medium, medium: entry[medium]} | {key: entry[key] for key in SPAN_KEYS if key in entry}
             entry = entry.get("text")
         if not isinstance(entry, str):
             raise _bad("content_not_text", f"its sequence holds a {type(entry).__name__}: neither text nor a medium.")

@@ -6,8 +6,9 @@ a conversation whose media items name members, or `BadSampleError`. No tar and n
 Layouts:
 
 * `native`: `json` holds `{"conversation": [...]}`, media items name members.
-* `sharegpt`: `json` holds messages with placeholders and lists of media. A listed medium that is named like a member is
-  that member; otherwise the n-th image placeholder is the n-th image member, and so on.
+* `sharegpt`: `json` holds a record of any form that `sources` reads. A medium that is named like a member is that
+  member; otherwise the n-th image is the n-th image member, and so on. Where the JSON names no medium of a kind, the
+  members of that kind are its media.
 * `caption`: `txt` (or a field of `json`) describes the sample's media: a prompt with all of them, and the caption.
 * `energon`: a sample type of Megatron-Energon and its field map (`energon.py`).
 * `bytes`: no conversation is made; samples are handed out as they lie.
@@ -19,27 +20,18 @@ from __future__ import annotations
 
 import json
 import posixpath
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+import crc32c
+
 from vlm_stream.conversation import MEDIA_TYPES, check_conversation, iter_media
-from vlm_stream.errors import BadSampleError, ConfigError, blame_sample, nearest_name
+from vlm_stream.errors import BadSampleError, ConfigError, blame_sample, nearest_name, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vlm_stream.conversation import Conversation, Item
-
-__all__ = [
-    "LAYOUTS",
-    "MEDIA_EXTENSIONS",
-    "FieldMap",
-    "guess_fields",
-    "is_text_member",
-    "medium_of",
-    "own_names",
-    "to_conversation",
-]
 
 LAYOUTS: Final = ("native", "sharegpt", "caption", "energon", "bytes")
 MEDIA_EXTENSIONS: Final = {
@@ -47,6 +39,7 @@ MEDIA_EXTENSIONS: Final = {
     "video": frozenset(("mp4", "webm", "mkv", "mov", "avi", "m4v", "mpg", "mpeg")),
     "audio": frozenset(("wav", "flac", "ogg", "mp3", "m4a", "opus")),
 }
+_TOKENS: Final = b',"tokens":'
 _BINARY_EXTENSIONS: Final = frozenset(
     (
         "npy",
@@ -85,6 +78,8 @@ class FieldMap:
     """What the user asks, where the sample does not say it."""
     caption: str = "txt"
     """caption: the member with the text, or `json:FIELD`."""
+    media_first: bool = False
+    """sharegpt: media of a kind that nothing shows stand before the first user text; False: the sample is bad."""
 
     @property
     def text_member(self) -> str:
@@ -104,6 +99,10 @@ class FieldMap:
         if self.layout not in LAYOUTS:
             raise ConfigError(f"'{self.layout}' is no layout of samples; {nearest_name(self.layout, LAYOUTS)}")
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON data; `media_first` stands there only where it is set."""
+        return {name: value for name, value in asdict(self).items() if value is not False}
+
 
 def medium_of(name: str) -> str | None:
     """Return `image`, `video` or `audio` by the last extension of a member's name, or None."""
@@ -116,66 +115,13 @@ def is_text_member(name: str) -> bool:
     return medium_of(name) is None and name.rpartition(".")[2].lower() not in _BINARY_EXTENSIONS
 
 
-def guess_fields(names: Sequence[str], texts: Mapping[str, bytes]) -> FieldMap:
-    """Return the layout that a tar's first sample shows.
-
-    Args:
-        names: Names of its members, without the key.
-        texts: Contents of its text members, by name.
-
-    Raises:
-        ConfigError: It shows none; the sentence says what there is and how to name the layout.
-    """
-    texts = {name.lower(): text for name, text in texts.items()}
-    try:
-        data = _parse_json(texts["json"]) if "json" in texts else None
-    except BadSampleError:
-        data = None
-    if isinstance(data, dict):
-        if isinstance(data.get("conversation"), list):
-            return FieldMap()
-        column = next((name for name in ("messages", "conversations", "texts") if isinstance(data.get(name), list)), "")
-        if column:
-            return FieldMap(layout="sharegpt", columns=_guess_columns(data, column), tags=_guess_tags(data[column]))
-    media = [name for name in names if medium_of(name)]
-    text = next((name for name in ("txt", "text", "caption") if name in texts), "")
-    if media and text:
-        return FieldMap(layout="caption", caption=text)
-    captions = [name for name in ("caption", "text") if isinstance(data, dict) and isinstance(data.get(name), str)]
-    if media and captions:
-        return FieldMap(layout="caption", caption=f"json:{captions[0]}")
-    if media and "cls" in texts:
-        return FieldMap(layout="caption", caption="cls", prompt="Which class does this image belong to?")
-    keys = f" with the fields {', '.join(sorted(data))}" if isinstance(data, dict) else ""
-    raise ConfigError(
-        f"the first sample has the members {', '.join(names) or 'none'}{keys}: no known layout, so it cannot become a "
-        f"conversation. Name one with --layout ({', '.join(LAYOUTS)}) and --columns, --tags or --caption."
-    )
-
-
-def _guess_columns(data: dict[str, Any], messages: str) -> dict[str, str]:
-    columns = {} if messages == "messages" else {"messages": messages}
-    for medium in MEDIA_TYPES:
-        if f"{medium}s" not in data and medium in data:
-            columns[f"{medium}s"] = medium
-    return columns
-
-
-def _guess_tags(messages: list[Any]) -> dict[str, str]:
-    first = next((message for message in messages if isinstance(message, dict)), {})
-    if "from" not in first:
-        return {}
-    tags = {"role_tag": "from", "content_tag": "value"}
-    roles = [message.get("from") for message in messages if isinstance(message, dict)]
-    if "human" in roles:
-        tags["user_tag"] = "human"
-    if "gpt" in roles:
-        tags["assistant_tag"] = "gpt"
-    return tags
-
-
 def to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str, bytes]) -> Conversation:
-    """Return one sample's conversation, whose media items name members.
+    """Return one sample's conversation, as `read_sample` does."""
+    return read_sample(fields, names, texts)[0]
+
+
+def read_sample(fields: FieldMap, names: Sequence[str], texts: Mapping[str, bytes]) -> tuple[Conversation, Any]:
+    """Return one sample's conversation, whose media items name members, and the tokens that its JSON keeps of it.
 
     Args:
         fields: The dataset's field map.
@@ -186,7 +132,7 @@ def to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str, 
         BadSampleError: The sample does not have what its layout promises.
     """
     try:
-        return _to_conversation(fields, names, texts)
+        return _read_sample(fields, names, texts)
     except Exception as error:  # JSON can hold anything in any place
         raise blame_sample(error, "convert", "bad_form", "the sample cannot be made a conversation") from error
 
@@ -195,7 +141,7 @@ def own_names(fields: FieldMap, texts: Mapping[str, bytes]) -> tuple[str | None,
     """Return the id that a sample's JSON states, and the meta file's entry that it names where the shard is our own."""
     text = next((text for name, text in texts.items() if name.lower() == "json"), None)
     try:
-        data = None if text is None else _parse_json(text)
+        data = None if text is None else parse_json(text)
     except BadSampleError:
         data = None
     if not isinstance(data, dict):
@@ -213,8 +159,9 @@ def _as_name(text: str) -> str | None:
         return None
 
 
-def _to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str, bytes]) -> Conversation:
+def _read_sample(fields: FieldMap, names: Sequence[str], texts: Mapping[str, bytes]) -> tuple[Conversation, Any]:
     texts = {name.lower(): text for name, text in texts.items()}
+    tokens = None
     if fields.layout == "bytes":
         raise ConfigError(
             f"the samples were indexed as bytes, because their members ({', '.join(names)}) have no known layout, so "
@@ -229,16 +176,38 @@ def _to_conversation(fields: FieldMap, names: Sequence[str], texts: Mapping[str,
     else:
         if "json" not in texts:
             raise BadSampleError("convert", "no_json", f"the sample has no .json member (it has: {', '.join(names)}).")
-        data = _parse_json(texts["json"])
+        data = parse_json(texts["json"])
         if not isinstance(data, dict):
             raise BadSampleError("convert", "bad_json", "the sample's .json is not a JSON object.")
         conversation = _from_native(data) if fields.layout == "native" else _from_sharegpt(fields, data, names)
+        tokens = _kept_tokens(data, texts["json"]) if fields.layout == "native" else None
     check_conversation(conversation)
     _place_media(conversation, names)
-    return conversation
+    return conversation, tokens
 
 
-def _parse_json(data: bytes) -> Any:
+def keep_tokens(text: bytes, tokens: Mapping[str, Any]) -> bytes:
+    """Return the JSON object of a sample with the tokens of its text, and a checksum of what they were made of."""
+    value = json.dumps({"of": crc32c.crc32c(text[:-1]), **tokens}, separators=(",", ":"))
+    return text[:-1] + _TOKENS + value.encode() + b"}"
+
+
+def are_tokens_short(text: bytes, tokens: Mapping[str, Any]) -> bool:
+    """Tell whether tokens would take no more bytes than the rest of a sample's JSON object, where they are kept."""
+    bare = text[: text.rfind(_TOKENS)] + b"}" if _TOKENS in text else text
+    return len(keep_tokens(bare, tokens)) <= 2 * len(bare)
+
+
+def _kept_tokens(data: dict[str, Any], text: bytes) -> Any:
+    """Return the tokens that a sample's JSON keeps; None where the rest of it is not what they were made of."""
+    tokens = data.get("tokens")
+    if not isinstance(tokens, dict) or tokens.get("of") != crc32c.crc32c(text[: text.rfind(_TOKENS)]):
+        return None
+    return tokens
+
+
+def parse_json(data: bytes) -> Any:
+    """Return what a JSON member holds; raise `BadSampleError` where it is none."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -255,15 +224,26 @@ def _from_native(data: dict[str, Any]) -> Conversation:
 
 
 def _from_sharegpt(fields: FieldMap, data: dict[str, Any], names: Sequence[str]) -> Conversation:
-    from vlm_stream.sources import ShareGptForm, apply_policy, map_sharegpt
+    from vlm_stream.sources import ShareGptForm, map_sharegpt
 
-    form = ShareGptForm.from_dicts(fields.columns, fields.tags)
-    shown = json.dumps(data.get(form.messages)).lower()
-    for medium, column in (("image", form.images), ("video", form.videos), ("audio", form.audios)):
-        if not data.get(column) and f"<{medium}>" in shown:  # the tar holds them, and its JSON does not name them
-            data = {**data, column: [name for name in names if medium_of(name) == medium]}
+    form = ShareGptForm.from_dicts(fields.columns, fields.tags, media_first=fields.media_first)
     conversation, mismatches = map_sharegpt(data, form)
-    apply_policy(conversation, mismatches, "drop")
+    shown = {item["type"] for item in iter_media(conversation)}
+    given: dict[str, list[str]] = {}
+    for medium, column in (("image", form.images), ("video", form.videos), ("audio", form.audios)):
+        members = [name for name in names if medium_of(name) == medium]
+        if members and medium not in shown and not data.get(column):  # the tar holds them, and its JSON names none
+            given[column] = members
+    if given:
+        conversation, mismatches = map_sharegpt({**data, **given}, form)
+    if mismatches:
+        reason = mismatches[0].reason
+        way = "index the tars with --layout sharegpt and --columns or --tags that read it"
+        if reason == "surplus_media":
+            way = "index the tars with --layout sharegpt --media-first to have them before the first user text"
+        members = [f"'{column}' stands for its members {', '.join(members)}" for column, members in given.items()]
+        facts = "; ".join([*(fact for _, fact in mismatches), *members])
+        raise BadSampleError("convert", reason, f"{facts}. The sample is left out; mend it, or {way}.")
     return conversation
 
 
@@ -273,7 +253,7 @@ def _from_caption(fields: FieldMap, names: Sequence[str], texts: Mapping[str, by
         raise BadSampleError("convert", "no_caption", f"the sample has no .{member} (it has: {', '.join(names)}).")
     caption: Any = texts[member].decode("utf-8", "replace")
     if column:
-        data = _parse_json(texts[member])
+        data = parse_json(texts[member])
         caption = data.get(column) if isinstance(data, dict) else None
         if not isinstance(caption, str):
             raise BadSampleError("convert", "no_caption", f"the sample's .{member} has no text in '{column}'.")
@@ -306,10 +286,11 @@ def _place_media(conversation: Conversation, names: Sequence[str]) -> None:
             item[medium] = present[named.lower()]
             continue
         if position >= len(candidates):
+            shown = shorten(repr(where), 100)
             raise BadSampleError(
                 "convert",
                 "missing_member",
-                f"{medium} number {position + 1} ({where!r}) is not in the tar, which has {len(candidates)} of them.",
+                f"{medium} number {position + 1} ({shown}) is not in the tar, which has {len(candidates)} of them.",
             )
         item[medium] = candidates[position]
 

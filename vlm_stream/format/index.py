@@ -9,21 +9,34 @@ from __future__ import annotations
 import hashlib
 import sys
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from vlm_stream.errors import DatasetError, NotFoundError
-from vlm_stream.format.manifest import ShardEntry, Totals, index_name
+from vlm_stream.format.checks import check_places, check_range
+from vlm_stream.format.manifest import ShardEntry, Totals, clips_name, index_name
 from vlm_stream.format.media import COUNTS, MEDIA, ShardMedia, entries_of, is_entry, join_media, media_kinds, media_of
-from vlm_stream.format.table import list_numbers, numbers_of, one_array, read_table, text_bytes, wrong_index
-from vlm_stream.storage import Member, Span
-from vlm_stream.tokens import AudioSize, ImageSize, MediaColumns, MediaSizes, VideoSize
+from vlm_stream.format.table import (
+    CLIP_COLUMNS,
+    KEYFRAMES,
+    TEXT_COLUMN,
+    empty_where_null,
+    list_numbers,
+    numbers_of,
+    one_array,
+    read_table,
+    text_bytes,
+    wrong_index,
+)
+from vlm_stream.storage import Member, Span, split_url
+from vlm_stream.tokens import AudioSize, ImageSize, MediaColumns, MediaSizes, VideoSize, unpack_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
+    import pyarrow as pa
 
     from vlm_stream.format.media import Lists
     from vlm_stream.storage import Store
@@ -31,7 +44,31 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
     Numbers = npt.NDArray[Any]
 
-__all__ = ["ShardIndex", "check_index", "decode_index", "describe_shard", "fetch_index", "open_index", "read_index"]
+_READS: Final = 2
+_MAX_FILE: Final = 1 << 36
+"""Bytes of a file of tables or texts beside an index."""
+_MAX_PART: Final = 1 << 26
+"""Bytes of what it has of a sample."""
+
+
+class TablePlace(NamedTuple):
+    """Where the tables of one sample's clips lie, in the file of tables beside its index."""
+
+    path: str
+    offset: int
+    size: int
+    crc32c: int
+    gops: tuple[int, ...]
+    """Groups of pictures of each video; 0: not known; below 0: of the part of a file that it shows."""
+
+
+class PartPlaces(NamedTuple):
+    """Where the parts of n samples lie in a file beside the index."""
+
+    offset: Numbers
+    size: Numbers
+    """[n] 0: the sample has none."""
+    crc32c: Numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,8 +96,12 @@ class ShardIndex:
     member_name: Numbers
     """[members] Place in `member_names`."""
     member_offset: Numbers
-    """[members] First content byte, counted from the first byte of the sample."""
+    """[members] First content byte, counted from the first byte of the sample; below 0 in a sample before it."""
     member_size: Numbers
+    clips: PartPlaces | None = None
+    """None: no sample has tables of clips."""
+    texts: PartPlaces | None = None
+    """None: the tokens of no text are kept beside the index."""
     root: str = ""
     """URL of the folder that the shard's path is relative to."""
     path: str = ""
@@ -77,9 +118,9 @@ class ShardIndex:
         arrays = [
             value for value in (getattr(self, each.name) for each in fields(self)) if isinstance(value, np.ndarray)
         ]
-        arrays += self.columns[:2]
+        arrays += [*self.columns[:2], *(self.clips or ()), *(self.texts or ())]
         for splits, items in self.columns[2:]:
-            arrays += [splits, *items.values()]
+            arrays += [splits, *items.values(), *items.get(KEYFRAMES, ())]
         return sum(array.nbytes for array in arrays) + len(self.key_bytes) + len(self.id_bytes)
 
     @property
@@ -134,7 +175,7 @@ class ShardIndex:
         return [row for row in range(len(self)) if name in (self.key(row), self.own_id(row))]
 
     def members(self, row: int) -> tuple[Member, ...]:
-        """Return one sample's files, in tar order."""
+        """Return one sample's files: its own, and those that lie in other samples of the shard."""
         self._check(row)
         at = slice(self.member_splits.item(row), self.member_splits.item(row + 1))
         begin = self.offset.item(row)
@@ -144,8 +185,37 @@ class ShardIndex:
         return tuple([Member(self.member_names[name], begin + offset, size) for name, offset, size in places])
 
     def span(self, row: int) -> Span:
-        """Return where one sample's bytes lie."""
+        """Return where one sample's bytes lie, with the members that lie among them."""
+        return self.spans(row)[0]
+
+    def shared(self, row: int) -> tuple[Span, ...]:
+        """Return where members lie that the sample shares with others: in whole samples, which have checksums.
+
+        A member before the first byte of the shard is a file outside of it; its name is its URL.
+        """
+        return self.spans(row)[1]
+
+    def spans(self, row: int) -> tuple[Span, tuple[Span, ...]]:
+        """Return both, at the cost of one."""
         members = self.members(row)
+        begin, size = self.offset.item(row), self.size.item(row)
+        own = [member for member in members if 0 <= member[1] - begin < size]
+        others = () if len(own) == len(members) else [member for member in members if member not in own]
+        return self._span(row, tuple(own)), tuple(map(self._holder, others))
+
+    def outside(self) -> tuple[str, ...]:
+        """Return the URLs of members that are files outside of the shard."""
+        begins = self.member_offset + np.repeat(self.offset.astype(np.int64), np.diff(self.member_splits))
+        return tuple(self.member_names[number] for number in np.unique(self.member_name[begins < 0]).tolist())
+
+    def _holder(self, member: Member) -> Span:
+        if member.offset < 0:
+            folder, name = split_url(member.name)
+            return Span(folder, name, 0, member.size, None, (Member(member.name, 0, member.size),), member.size)
+        owner = max(int(np.searchsorted(self.offset, member.offset, side="right")) - 1, 0)
+        return self._span(owner, (member,))
+
+    def _span(self, row: int, members: tuple[Member, ...]) -> Span:
         offset, size, crc = self.offset.item(row), self.size.item(row), self.crc32c.item(row)
         return Span(self.root, self.path, offset, size, crc, members, self.shard_size, self.etag)
 
@@ -156,11 +226,31 @@ class ShardIndex:
         return MediaSizes(
             images=tuple(ImageSize(height=h, width=w) for h, w in images),
             videos=tuple(
-                VideoSize(frames=n, height=h, width=w, fps=fps, seconds=seconds, picked=tuple(range(picked)))
-                for n, h, w, fps, seconds, picked in videos
+                VideoSize(
+                    **dict(zip(MEDIA["videos"][:5], video, strict=False)),
+                    picked=tuple(range(video[5])),
+                    keyframes=tuple(unpack_steps(video[7], video[0])) if len(video) > 7 else (),
+                )
+                for video in videos
             ),
             audios=tuple(AudioSize(samples=n, rate=rate) for n, rate in audios),
         )
+
+    def table(self, row: int) -> TablePlace | None:
+        """Return where the tables of one sample's clips lie; None: it has none."""
+        self._check(row)
+        if self.clips is None or not self.clips.size[row]:
+            return None
+        offset, size, crc32c = (column.item(row) for column in self.clips)
+        gops = tuple(video[len(MEDIA["videos"])] for video in self._items("videos", row))
+        return TablePlace(clips_name(self.path), offset, size, crc32c, gops)
+
+    def text(self, row: int) -> tuple[int, int, int] | None:
+        """Return offset, size and crc32c of the tokens of one sample's text; None: they are not kept there."""
+        self._check(row)
+        if self.texts is None or not self.texts.size[row]:
+            return None
+        return self.texts.offset.item(row), self.texts.size.item(row), self.texts.crc32c.item(row)
 
     def _items(self, kind: str, row: int) -> list[tuple[Any, ...]]:
         splits, columns = getattr(self.columns, kind)
@@ -168,24 +258,34 @@ class ShardIndex:
         return list(zip(*(values[begin:end].tolist() for values in columns.values()), strict=True))
 
 
-def decode_index(data: bytes, *, where: str = "index", kinds: Sequence[str] = tuple(MEDIA)) -> ShardIndex:
-    """Read the Parquet bytes of an index, and of media only `kinds`.
+def decode_index(
+    data: bytes,
+    *,
+    where: str = "index",
+    kinds: Sequence[str] = tuple(MEDIA),
+    shard: ShardEntry | None = None,
+    keyframes: bool = False,
+) -> ShardIndex:
+    """Read the Parquet bytes of an index, of media only `kinds`, and where it is asked which frames are keyframes.
 
     Raises:
-        DatasetError: They are damaged, or no index.
+        DatasetError: They are damaged, no index, or that of another shard.
     """
-    names = ("key", "id", "entry", "offset", "size", "crc32c", *COUNTS, *kinds, "members")
-    table = read_table(data, where, names)
-    media = media_of(table, where)
+    names = ("key", "id", "entry", "offset", "size", "crc32c", *COUNTS, *kinds, "members", *CLIP_COLUMNS, TEXT_COLUMN)
+    names += (KEYFRAMES,) if keyframes else ()
+    table = read_table(data, where, names, num_rows=None if shard is None else shard.totals.samples)
+    media = media_of(table, where, keyframes=keyframes)
     with wrong_index(where):
         key_splits, key_bytes = text_bytes(one_array(table.column("key")))
-        id_splits, id_bytes = text_bytes(one_array(table.column("id")).fill_null(""))
+        id_splits, id_bytes = text_bytes(empty_where_null(one_array(table.column("id"))))
         entry_names, entry = entries_of(table)
         offset, size, crc32c = (numbers_of(one_array(table.column(name))) for name in ("offset", "size", "crc32c"))
         members = one_array(table.column("members"))
         member_splits, places = list_numbers(members, ("offset", "size"))
         member_names = members.values.field("name")
-        begins = np.repeat(offset, np.diff(member_splits))
+        begins = places["offset"] - np.repeat(offset, np.diff(member_splits))
+        found = (member_splits, places["offset"], places["size"])
+        check_places(offset, size, found, None if shard is None else shard.totals.bytes)
         return ShardIndex(
             columns=ShardMedia(_narrow(media[0]), _narrow(media[1]), *map(_narrow_lists, media[2:])),
             offset=_narrow(offset),
@@ -200,14 +300,32 @@ def decode_index(data: bytes, *, where: str = "index", kinds: Sequence[str] = tu
             member_splits=_narrow(member_splits),
             member_names=tuple(map(sys.intern, member_names.dictionary.to_pylist())),
             member_name=_narrow(numbers_of(member_names.indices)),
-            member_offset=_narrow(places["offset"] - begins),
+            member_offset=_narrow(begins),
             member_size=_narrow(places["size"]),
+            clips=_places_of(table, "clips"),
+            texts=_places_of(table, TEXT_COLUMN),
         )
+
+
+def _places_of(table: pa.Table, name: str) -> PartPlaces | None:
+    if name not in table.column_names:
+        return None
+    places = one_array(table.column(name))
+    offset, size, crc32c = (_narrow(numbers_of(places.field(each))) for each in ("offset", "size", "crc32c"))
+    check_range(f"offset in the file of {name}", offset, 0, _MAX_FILE)
+    check_range(f"size in the file of {name}", size, 0, _MAX_PART)
+    return PartPlaces(offset, size, crc32c)
+
+
+def clip_bytes(data: bytes, where: str) -> int:
+    """Return the size of the file of tables that belongs to the Parquet bytes of an index; 0: there is none."""
+    places = _places_of(read_table(data, where, ("size", *CLIP_COLUMNS)), "clips")
+    return 0 if places is None else int(np.max(places.offset.astype(np.int64) + places.size, initial=0))
 
 
 def _narrow(values: Numbers) -> Numbers:
     """Return a copy of the smallest type of integers that holds all of them."""
-    if values.dtype.kind == "f":
+    if values.dtype.kind in "fO":
         return values.copy()
     low, high = (values.min(), values.max()) if len(values) else (0, 0)
     return values.astype(np.result_type(np.min_scalar_type(low), np.min_scalar_type(high)))
@@ -249,37 +367,32 @@ def fetch_index(store: Store, shard: ShardEntry) -> bytes:
     """Return the bytes of a shard's index: the part of `read_index` that waits.
 
     Raises:
-        DatasetError: The index is missing.
+        DatasetError: The index is missing, or not the one that the manifest describes, also when it is read again:
+            bytes may be flipped on their way.
     """
     name = index_name(shard.name)
     try:
-        return bytes(store.get(name))
+        for _ in range(_READS):
+            data = bytes(store.get(name))
+            if hashlib.sha256(data).hexdigest() == shard.index_sha256:
+                return data
     except NotFoundError as error:
         raise DatasetError(
             f"{store.root}/{name} is missing, so {shard.name} cannot be read. Copy it here, or write it with: "
             f"vlm-stream index"
         ) from error
+    raise DatasetError(
+        f"{store.root}/{name} is not the index that the manifest describes: it was replaced, or a recount was "
+        f"interrupted. Run the recount again, or: vlm-stream index"
+    )
 
 
-def check_index(data: bytes, store: Store, shard: ShardEntry) -> str:
-    """Return what messages call an index; raise `DatasetError` where it is not the one that the manifest describes."""
-    where = f"{store.root}/{index_name(shard.name)}"
-    if hashlib.sha256(data).hexdigest() != shard.index_sha256:
-        raise DatasetError(
-            f"{where} is not the index that the manifest describes: it was replaced, or a recount was interrupted. "
-            f"Run the recount again, or: vlm-stream index"
-        )
-    return where
-
-
-def open_index(data: bytes, store: Store, shard: ShardEntry, *, tars: str = "") -> ShardIndex:
-    """Check the bytes of a shard's index against the manifest and decode them: the part of `read_index` that computes.
+def open_index(data: bytes, store: Store, shard: ShardEntry, *, tars: str = "", keyframes: bool = False) -> ShardIndex:
+    """Decode the bytes of a shard's index: the part of `read_index` that computes.
 
     Raises:
-        DatasetError: The index is damaged, or not the one that the manifest describes.
+        DatasetError: The index is damaged, or has other samples than the manifest says.
     """
-    where = check_index(data, store, shard)
-    index = decode_index(data, where=where, kinds=media_kinds(shard.totals))
-    if len(index) != shard.totals.samples:
-        raise DatasetError(f"{where} has {len(index)} samples, the manifest says {shard.totals.samples}.")
+    where = f"{store.root}/{index_name(shard.name)}"
+    index = decode_index(data, where=where, kinds=media_kinds(shard.totals), shard=shard, keyframes=keyframes)
     return replace(index, root=tars or store.root, path=shard.name, shard_size=shard.totals.bytes, etag=shard.etag)

@@ -16,7 +16,8 @@ from operator import add, attrgetter, eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, overload
 
-from vlm_stream.errors import DatasetError, NotFoundError
+from vlm_stream.errors import DatasetError, NotFoundError, shorten
+from vlm_stream.format.checks import check_columns, check_counts, check_texts
 from vlm_stream.format.fields import FieldMap
 from vlm_stream.storage import scheme_of
 from vlm_stream.tokens import Geometry
@@ -26,20 +27,8 @@ if TYPE_CHECKING:
 
     from vlm_stream.storage import Store
 
-__all__ = [
-    "MANIFEST",
-    "Manifest",
-    "ShardEntry",
-    "ShardList",
-    "TokenCounting",
-    "Totals",
-    "index_name",
-    "load_manifest",
-    "save_manifest",
-]
-
 MANIFEST: Final = "dataset.json"
-FORMAT_VERSION: Final = 6
+FORMAT_VERSION: Final = 7
 
 
 def index_name(shard: str) -> str:
@@ -49,6 +38,24 @@ def index_name(shard: str) -> str:
     'a/shard-000007.index.parquet'
     """
     return f"{shard.removesuffix('.tar')}.index.parquet"
+
+
+def clips_name(shard: str) -> str:
+    """Return the name of the file with the tables of a tar's clips, which lies beside its index.
+
+    >>> clips_name("a/shard-000007.tar")
+    'a/shard-000007.clips.bin'
+    """
+    return f"{shard.removesuffix('.tar')}.clips.bin"
+
+
+def texts_name(shard: str, key: str) -> str:
+    """Return the name of the file with the tokens of a tar's texts, made for what the key of kept text names.
+
+    >>> texts_name("a/shard-000007.tar", "d6f1-4.57.0-1")
+    'a/shard-000007.tokens.f54fdf682adf63ed.bin'
+    """
+    return f"{shard.removesuffix('.tar')}.tokens.{hashlib.sha256(key.encode()).hexdigest()[:16]}.bin"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +112,15 @@ class ShardList(Sequence[ShardEntry]):
         """Take a list of values for every field of a shard and of its totals, and samples by the meta file's entries.
 
         Raises:
-            KeyError, TypeError: They are not these fields, not lists of one length, or entries do not add up.
+            KeyError, TypeError, ValueError: They are not these fields, not lists of one length, or no such numbers; or
+                entries do not add up.
         """
         if odd := set(columns) ^ {*_OWN, *_TOTALS}:
             raise KeyError(", ".join(sorted(odd)))
         lists = [*columns.values(), *entries.values()]
         if not all(isinstance(column, list) for column in lists) or len(set(map(len, lists))) > 1:
             raise TypeError("the columns of the shards are not lists of one length")
+        check_columns(columns, entries)
         sums = map(sum, zip(*entries.values(), strict=True))
         if bool(entries) != any(columns["samples"]) or not all(map(eq, sums, columns["samples"])):
             raise TypeError("the entries of the shards do not add up to their samples")
@@ -182,7 +191,7 @@ class ShardList(Sequence[ShardEntry]):
         """Take the columns that `to_json` wrote, as JSON values.
 
         Raises:
-            KeyError, TypeError: They are no columns of one length.
+            KeyError, TypeError, ValueError: They are no columns of one length, or none of shards.
         """
         num_shards = len(written["name"])
         entries = {
@@ -230,13 +239,21 @@ class Manifest:
     """URL that the etags belong to; a copy elsewhere has others."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Records that are not in the shards, counted by stage and reason; the ledger names each."""
+    whole: dict[str, int] = field(default_factory=dict)
+    """Clips of which no table could be made, counted by reason."""
     job: str = ""
     """Fingerprint of the conversion's input and options."""
 
     @property
     def geometry(self) -> Geometry:
         """Return the geometry of the processor that the dataset was counted for; a guess where there was none."""
-        return Geometry.from_json(self.tokens.geometry) if self.tokens.geometry else Geometry.unknown()
+        try:
+            return Geometry.from_json(self.tokens.geometry) if self.tokens.geometry else Geometry.unknown()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DatasetError(
+                f"the geometry in the manifest is damaged ({shorten(repr(error), 200)}), so media cannot be counted; "
+                f"write it again with: vlm-stream recount --processor ..."
+            ) from error
 
     @property
     def totals(self) -> Totals:
@@ -248,25 +265,34 @@ class Manifest:
         """Return what identifies the dataset: it changes when any tar or index does, and with nothing else."""
         columns = map(self.shards.column, ("name", "samples", "bytes", "crc32c", "index_sha256"))
         shards = list(zip(*columns, strict=True))
-        text = json.dumps([shards, asdict(self.fields)], separators=(",", ":"), sort_keys=True)
+        text = json.dumps([shards, self.fields.to_json()], separators=(",", ":"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:
         """Return the text of `dataset.json`: a line for each value, and for each column of the shards."""
+        begin, rest = self._parts()
+        return f'{begin} "checksum": "{self.checksum()}",\n{rest}'
+
+    def checksum(self) -> str:
+        """Return the SHA-256 of the text without the line that holds it."""
+        return hashlib.sha256("".join(self._parts()).encode("utf-8", "surrogatepass")).hexdigest()
+
+    def _parts(self) -> tuple[str, str]:
+        """Return the text before and behind its checksum."""
         values = {
-            "format": "vlm_stream",
-            "version": FORMAT_VERSION,
             "digest": self.digest,
             "totals": asdict(self.totals),
             "tokens": asdict(self.tokens),
-            "fields": asdict(self.fields),
+            "fields": self.fields.to_json(),
             "tars": self.tars,
             "home": self.home,
             "dropped": self.dropped,
+            "whole": self.whole,
             "job": self.job,
         }
         lines = [f" {_dump(name)}: {_dump(value)}" for name, value in values.items()]
-        return "{\n" + ",\n".join([*lines, f' "shards": {self.shards.to_json()}']) + "\n}\n"
+        begin = f'{{\n "format": "vlm_stream",\n "version": {FORMAT_VERSION},\n'
+        return begin, ",\n".join([*lines, f' "shards": {self.shards.to_json()}']) + "\n}\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = MANIFEST) -> Manifest:
@@ -277,20 +303,34 @@ class Manifest:
         """
         data = _parse(text, where)
         try:
-            digest = data.pop("digest")
+            checksum, digest, totals = (data.pop(name) for name in ("checksum", "digest", "totals"))
             data["shards"] = ShardList.from_json(data["shards"])
             data["tokens"] = TokenCounting(**data["tokens"])
             data["fields"] = FieldMap(**data["fields"])
             manifest = cls(**data)
-            is_whole = manifest.digest == digest
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DatasetError(f"{where} lacks or misnames a field ({error}): write the dataset again.") from error
+            _check_values(manifest)
+            is_whole = manifest.digest == digest and asdict(manifest.totals) == totals
+            is_whole = is_whole and checksum == manifest.checksum()
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise DatasetError(
+                f"{where} lacks or misnames a field ({shorten(str(error), 200)}): write the dataset again."
+            ) from error
         if not is_whole:
             raise DatasetError(
-                f"{where} does not have the digest that it states: it was edited or damaged, so its shards cannot be "
-                f"trusted. Write it again with: vlm-stream index"
+                f"{where} does not have the checksum or the digest that it states: it was edited or damaged, so "
+                f"nothing of it can be trusted. Write it again with: vlm-stream index"
             )
         return manifest
+
+
+def _check_values(manifest: Manifest) -> None:
+    """Raise where a value that is not of the shards has another type than it is written with."""
+    tokens, written = asdict(manifest.tokens), manifest.fields.to_json()
+    pairs = [*written.pop("columns").items(), *written.pop("tags").items()]
+    if not isinstance(tokens.pop("geometry"), dict) or type(written.pop("media_first", False)) is not bool:
+        raise TypeError("geometry or media_first")
+    check_texts([manifest.tars, manifest.home, manifest.job, *tokens.values(), *written.values(), *sum(pairs, ())])
+    check_counts("dropped", manifest.dropped.values())
 
 
 def _dump(value: Any) -> str:
@@ -300,7 +340,7 @@ def _dump(value: Any) -> str:
 def _parse(text: str | bytes, where: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DatasetError(f"{where} is not JSON ({error}): it was damaged; write the dataset again.") from error
     if not isinstance(data, dict) or data.get("format") != "vlm_stream":
         raise DatasetError(f"{where} is not a manifest of this package. For tars made elsewhere run: vlm-stream index")
@@ -312,7 +352,6 @@ def _parse(text: str | bytes, where: str) -> dict[str, Any]:
             f"--processor ... (the folder), or install the release that wrote it."
         )
     del data["format"]
-    data.pop("totals", None)
     return data
 
 

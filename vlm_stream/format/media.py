@@ -6,13 +6,16 @@ to the `MediaColumns` of many shards.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from vlm_stream.errors import DatasetError
+from vlm_stream.format.checks import check_media
 from vlm_stream.format.manifest import Totals
-from vlm_stream.format.table import list_numbers, numbers_of, one_array, read_table, wrong_index
-from vlm_stream.tokens import MediaColumns
+from vlm_stream.format.table import KEYFRAMES, list_numbers, numbers_of, one_array, read_table, wrong_index
+from vlm_stream.tokens import MediaColumns, as_objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,18 +25,6 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int64]
     Numbers = npt.NDArray[Any]
-
-__all__ = [
-    "COUNTS",
-    "MEDIA",
-    "ShardMedia",
-    "decode_media",
-    "entries_of",
-    "is_entry",
-    "join_media",
-    "media_kinds",
-    "media_of",
-]
 
 MEDIA: Final = {
     "images": ("height", "width"),
@@ -110,6 +101,7 @@ def join_media(parts: Sequence[ShardMedia]) -> MediaColumns:
     def sizes(kind: str, *names: str) -> Ints:
         return np.stack([field(kind, name) for name in names], axis=1)
 
+    has_keyframes = bool(parts) and all(KEYFRAMES in part.videos[1] for part in parts)
     return MediaColumns(
         text_tokens=join(part.text_tokens for part in parts),
         label_tokens=join(part.label_tokens for part in parts),
@@ -120,6 +112,8 @@ def join_media(parts: Sequence[ShardMedia]) -> MediaColumns:
         video_fps=field("videos", "fps", np.float64),
         video_seconds=field("videos", "seconds", np.float64),
         video_picked=field("videos", "picked"),
+        video_gops=field("videos", "gops"),
+        video_keyframes=field("videos", KEYFRAMES, object) if has_keyframes else None,
         audio_splits=splits("audios"),
         audio_sizes=sizes("audios", "samples", "rate"),
     )
@@ -136,7 +130,15 @@ def media_kinds(totals: Totals) -> tuple[str, ...]:
     return tuple(kind for kind in MEDIA if getattr(totals, kind))
 
 
-def decode_media(data: bytes, where: str, kinds: Sequence[str], entry: str | None = None) -> ShardMedia:
+def decode_media(
+    data: bytes,
+    where: str,
+    kinds: Sequence[str],
+    entry: str | None = None,
+    *,
+    num_rows: int | None = None,
+    keyframes: bool = False,
+) -> ShardMedia:
     """Read what plans need of the Parquet bytes of an index.
 
     Args:
@@ -144,15 +146,19 @@ def decode_media(data: bytes, where: str, kinds: Sequence[str], entry: str | Non
         where: What messages call them.
         kinds: Columns of media that are read; the others are taken to be empty.
         entry: Only the samples of this entry of the meta file; None: all.
+        num_rows: How many samples the manifest says, of all entries; None: any number.
+        keyframes: Also which frames are keyframes; an index that does not tell is then an error.
     """
+    names = (*COUNTS, *kinds, "gops", *((KEYFRAMES,) if keyframes else ()))
+    table = read_table(data, where, names if entry is None else ("entry", *names), num_rows=num_rows)
+    media = media_of(table, where, keyframes=keyframes)
     if entry is None:
-        return media_of(read_table(data, where, (*COUNTS, *kinds)), where)
-    table = read_table(data, where, ("entry", *COUNTS, *kinds))
+        return media
     with wrong_index(where):
-        return media_of(table, where).select(is_entry(entry, *entries_of(table)))
+        return media.select(is_entry(entry, *entries_of(table)))
 
 
-def media_of(table: pa.Table, where: str) -> ShardMedia:
+def media_of(table: pa.Table, where: str, *, keyframes: bool = False) -> ShardMedia:
     """Return the columns of a table that plans need; kinds of media that it lacks are empty."""
     with wrong_index(where):
         media = [
@@ -161,8 +167,33 @@ def media_of(table: pa.Table, where: str) -> ShardMedia:
             else (np.zeros(table.num_rows + 1, np.uint8), dict.fromkeys(names, np.zeros(0, np.uint8)))
             for kind, names in MEDIA.items()
         ]
+        videos = media[1][1]
+        known = "gops" in table.column_names
+        videos["gops"] = (
+            numbers_of(one_array(table.column("gops")).values) if known else np.zeros(len(videos["frames"]), np.uint8)
+        )
         text, labels = (numbers_of(one_array(table.column(name))) for name in COUNTS)
+        check_media((text, labels), {kind: values for kind, (_, values) in zip(MEDIA, media, strict=True)})
+        if keyframes:
+            videos[KEYFRAMES] = _keyframes_of(table, where, len(videos["frames"]))
         return ShardMedia(text, labels, *media)
+
+
+def _keyframes_of(table: pa.Table, where: str, num_videos: int) -> Numbers:
+    if KEYFRAMES not in table.column_names:
+        if not num_videos:
+            return np.empty(0, object)
+        raise DatasetError(
+            f"{where} does not tell which frames are keyframes, because it was written by an older release, so "
+            f"frames='keyframes' cannot be planned; write it again, also that of a converted dataset, with: "
+            f"vlm-stream index --overwrite"
+        )
+    lists = one_array(table.column(KEYFRAMES)).flatten()
+    if len(lists) != num_videos or lists.null_count:
+        raise ValueError(f"{len(lists)} lists of keyframes for {num_videos} videos")
+    ends, numbers = numbers_of(lists.offsets), numbers_of(lists.values)
+    # Copies: views would keep the whole column.
+    return as_objects([numbers[begin:end].copy() for begin, end in pairwise(ends.tolist())])
 
 
 def entries_of(table: pa.Table) -> tuple[tuple[str, ...], Numbers]:

@@ -8,22 +8,16 @@
 and are on the CPU unless the loader has a `device`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vlm_stream.errors import MissingExtraError
 from vlm_stream.integrations.trainer_checks import check_accumulation, check_ranks
+from vlm_stream.loader import StreamLoader
 
 try:
-    import accelerate  # type: ignore[import-untyped]  # noqa: F401
+    from accelerate import Accelerator  # type: ignore[import-untyped]
 except ImportError as error:
     raise MissingExtraError("accelerate", "trainers", "vlm_stream.integrations.accelerate") from error
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from vlm_stream.loader import StreamLoader
 
 __all__ = ["loss_scale", "register"]
 

@@ -11,25 +11,36 @@ index. So the dataset here is as long as the epoch in rows, and whatever rows it
 batch of the stream whole: in the order of the plan, read by the stream's own workers. Its state is in the state of the
 recipe's loader, and so in every checkpoint of the recipe.
 
-Nothing of `nemo_automodel` is imported: the recipe's side is met by the names and forms that it looks for.
+Nothing of `nemo_automodel` is imported: the recipe's side is met by the names and forms that it looks for. Batches
+have the names, shapes and types of its own packed and padded collation (`PackedRows`, `PaddedRows`): labels shifted,
+documents numbered, pixels in bfloat16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from torch.utils.data import get_worker_info
 
+from vlm_stream.collate import (
+    PackingContract,
+    PositionRule,
+    Positions,
+    neat_packed_vlm_collater,
+    pack_row,
+    packed_sequence_thd_vlm_collater,
+    pad_collate_fn,
+    pad_id_of,
+    stack_positions,
+)
 from vlm_stream.errors import ConfigError, StateError, nearest_name
-from vlm_stream.integrations.automodel_rows import PackedAs, PackedRows, PaddedRows
 from vlm_stream.loader import StreamLoader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = ["StreamBatches", "StreamDataset"]
 
+PackedAs: TypeAlias = Literal["block_causal", "document_ids", "flash_varlen", "thd"]
 _FORMS: Final = get_args(PackedAs)
 _OWN_NAMES: Final = (
     "sources",
@@ -143,7 +154,6 @@ class StreamBatches:
     """
 
     def __init__(self, loader: StreamLoader, world_size: int) -> None:
-        """Plan the epoch, to know its length."""
         self.loader = loader
         self._rows = loader.options.batch_size
         self._world_size = world_size
@@ -160,7 +170,6 @@ class StreamBatches:
         return self._num_batches * self._rows * self._world_size
 
     def __getitem__(self, index: int) -> Any:
-        """Refuse single rows."""
         raise ConfigError(
             "rows were asked for one by one, but this dataset hands out whole batches, packed and tokenised already; "
             "take packed_sequence:, dataset.pretokenize, dataset.packing and dataset.max_length out of the recipe "
@@ -236,3 +245,68 @@ class StreamBatches:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+class _Rows:
+    """The position rule of a family, read when its processor is known."""
+
+    def __init__(self, model_config: Any) -> None:
+        self._model_config = model_config
+        self._rules: list[Positions | None] = []
+
+    def _rule(self, processor: Any) -> Positions | None:
+        if not self._rules:
+            config = self._model_config
+            rule = PositionRule.from_processor(processor) if config is None else PositionRule.from_config(config)
+            self._rules.append(rule)
+        return self._rules[0]
+
+
+class PaddedRows(_Rows):
+    """One sample a row in the form of the recipe's collation: padded, labels shifted, pixels in bfloat16.
+
+    With fake images the rows have positions too: a model would skip the hidden tokens of such an image and give its
+    grid to the next row.
+    """
+
+    def __init__(self, *, with_positions: bool = False, model_config: Any = None) -> None:
+        super().__init__(model_config)
+        self._with_positions = with_positions
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]], processor: Any) -> dict[str, Any]:
+        batch = pad_collate_fn(samples, processor)
+        rule = self._rule(processor) if self._with_positions else None
+        return batch | stack_positions(samples, rule, batch["input_ids"].shape[1])
+
+
+class PackedRows(_Rows):
+    """Packed rows in the form of the recipe's own packed collation: called with rows of samples and the processor.
+
+    Labels are shifted within each document; `_packed_seq_ids` numbers the documents of a row; positions restart with
+    each of them and have three axes where the family has; pixels are bfloat16.
+    """
+
+    def __init__(
+        self,
+        *,
+        packed_as: PackedAs,
+        pack_size: int | None,
+        alignment: int = 1,
+        pad_rows: bool = False,
+        model_config: Any = None,
+        sequence_metadata: bool = False,
+    ) -> None:
+        super().__init__(model_config)
+        self._form = packed_as
+        self._pack_size = pack_size or 0
+        self._alignment = alignment
+        self._pad_to = pack_size if pad_rows else None
+        self._sequence_metadata = sequence_metadata
+
+    def __call__(self, rows: Sequence[Sequence[Mapping[str, Any]]], processor: Any) -> dict[str, Any]:
+        pad_id, rule = pad_id_of(processor), self._rule(processor)
+        packs = [pack_row(row, self._pack_size, pad_id, rule, self._alignment) for row in rows]
+        if self._form == "thd":
+            return packed_sequence_thd_vlm_collater(packs, pad_id, self._pad_to)
+        contract = PackingContract(self._form, self._sequence_metadata)
+        return neat_packed_vlm_collater(packs, pad_id, self._pad_to, packing=contract)

@@ -86,7 +86,6 @@ class StreamCallback(Callback):
     """Keep Lightning's checkpoints exact for the `StreamLoader`s it trains on, and refuse what would not be exact."""
 
     def __init__(self) -> None:
-        """Know of no fit yet."""
         self.loss_is_scaled = False
         """Whether `step_loss` was called in this training step."""
         self._mark: _Mark | None = None
@@ -156,12 +155,7 @@ class StreamCallback(Callback):
             )
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Remember this place if the optimizer made a step here."""
         self._batch = None

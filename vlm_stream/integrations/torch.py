@@ -1,17 +1,13 @@
 """Helpers for loops of one's own on torch: DDP, FSDP2, plain."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vlm_stream.encode import IGNORE
 from vlm_stream.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 __all__ = ["count_items"]
 

@@ -3,20 +3,16 @@
 That file in the folder of a checkpoint holds what `loader.state_dict()` returned.
 """
 
-from __future__ import annotations
-
 import json
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
 
 from vlm_stream.errors import ConfigError, StateError
 from vlm_stream.loader import StreamLoader
 from vlm_stream.storage import open_store
 from vlm_stream.stream import VLMStream
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 STATE_FILE: Final = "vlm_stream.json"
 

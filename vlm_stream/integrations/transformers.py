@@ -13,13 +13,12 @@ many batches a round has and how many of them are done, how many labels a step h
 checkpoint (`vlm_stream.json`). Other datasets are left to Trainer.
 """
 
-from __future__ import annotations
-
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -37,8 +36,6 @@ try:
 except ImportError as error:
     raise MissingExtraError((error.name or "accelerate").partition(".")[0], "trainers", "StreamTrainer") from error
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["StreamMixin", "StreamTrainer"]
 

@@ -9,9 +9,8 @@
 of tokens is the loader's, because TRL takes the axes of packed positions for rows.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 
@@ -28,8 +27,6 @@ except ImportError as error:
     package = (error.name or "trl").partition(".")[0]
     raise MissingExtraError(package, "trainers", "StreamSFTTrainer") from error
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["StreamSFTMixin", "StreamSFTTrainer"]
 

@@ -4,34 +4,30 @@ Enters: HF datasets with clips and their texts. Leaves: conversations whose clip
 Durations are read from the headers of the stored files; what a filter leaves out is counted in the log.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Subset
 
 from vlm_stream.collate import qwen3_omni_collate_fn
+from vlm_stream.conversation import Conversation, Item, map_media
 from vlm_stream.encode import message_text
-from vlm_stream.errors import BadSampleError, ConfigError, MissingExtraError
+from vlm_stream.errors import BadSampleError, ConfigError, require
 from vlm_stream.media import decode_audio, probe_audio, resample_audio
 from vlm_stream.sources import HFSource, load_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import numpy.typing as npt
-
-    from vlm_stream.conversation import Conversation, Item
 
 logger = logging.getLogger(__name__)
 
 TARGET_SAMPLING_RATE: Final = 16_000
+"""Samples a second to which clips are brought."""
 DEFAULT_USER_PROMPT: Final = "Write down what is said in this English recording, word for word and nothing else."
+"""What the user asks of a clip, unless it is given."""
 _TAG: Final = re.compile(r"<[^>]*>")
 _NO_WORD: Final = re.compile(r"[^\w\s']|_")
 
@@ -52,6 +48,7 @@ class Source:
     limit: int | None = None
     """Take only the first rows."""
     trust_remote_code: bool = False
+    """Let the dataset bring its own code, where the installed `datasets` still runs any."""
     known_count: int | None = None
     """How many rows it is known to have; nothing depends on it."""
 
@@ -60,7 +57,7 @@ SOURCES: Final = (
     Source("ami_ihm", "edinburghcstr/ami", "ihm", "train", "text", known_count=108_502),
     Source("earnings22", "sanchit-gandhi/earnings22_split", None, "train", "sentence", known_count=52_006),
     Source("voxpopuli_en", "facebook/voxpopuli", "en", "train", "normalized_text", 4_000, known_count=4_000),
-    Source("gigaspeech_s", "speechcolab/gigaspeech", "s", "train", "text", None, True, 230_068),
+    Source("gigaspeech_s", "speechcolab/gigaspeech", "s", "train", "text", known_count=230_068),
     Source("spgispeech_s", "kensho/spgispeech", "S", "train", "transcript", known_count=77_073),
     Source("librispeech", "openslr/librispeech_asr", "clean", "train.100", "text", known_count=28_539),
 )
@@ -105,7 +102,8 @@ def make_hf_audio_asr_dataset(
     if drop_empty_text:
         kept = _with_text("asr", [bool((text or "").strip()) for text in _column(rows, text_column)])
     kept = _in_time(rows, kept, audio_column, min_audio_duration_seconds, max_audio_duration_seconds)
-    return _source(_Picked(rows, kept), "asr", sampling_rate, system_prompt, user_prompt, audio_column, text_column)
+    chosen = Subset(rows, kept.tolist())
+    return _source(chosen, "asr", sampling_rate, system_prompt, user_prompt, audio_column, text_column)
 
 
 def make_multi_en_asr_dataset(
@@ -177,19 +175,6 @@ def normalize_text(text: str | None) -> str:
     return " ".join(_NO_WORD.sub(" ", words).split())
 
 
-class _Picked(Sequence[Any]):
-    """Some rows of others."""
-
-    def __init__(self, rows: Any, places: npt.NDArray[np.int64]) -> None:
-        self.rows, self.places = rows, places
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.rows[int(self.places[index])]
-
-
 class _Mix(Sequence[Any]):
     """Rows of several corpora in a given order [n, 2]: corpus and row."""
 
@@ -223,10 +208,7 @@ def _as_source(given: Any) -> Source:
 
 def _load(given: Any, split: str, name: str | None, columns: tuple[str, str], options: Mapping[str, Any]) -> Any:
     if isinstance(given, str) and (name is not None or options):
-        try:
-            import datasets
-        except ImportError:
-            raise MissingExtraError("datasets", "hf", "Reading HF datasets") from None
+        datasets = require("datasets", "hf", "Reading HF datasets")
         given = datasets.load_dataset(given, name, split=split, **options)
     return load_rows(given, split, columns)
 
@@ -340,7 +322,7 @@ def qwen3_omni_asr_collate_fn(examples: Sequence[Mapping[str, Any]], processor: 
                 f"example {number} of the batch must end with an assistant turn that has text, or nothing is learned "
                 f"from it; leave it out."
             )
-        heard.append({**example, "conversation": list(_with_waves(conversation, number))})
+        heard.append({**example, "conversation": map_media(conversation, partial(_with_wave, number))})
     return qwen3_omni_collate_fn(heard, processor)
 
 
@@ -349,18 +331,10 @@ def qwen2_5_omni_asr_collate_fn(examples: Sequence[Mapping[str, Any]], processor
     return qwen3_omni_asr_collate_fn(examples, processor)
 
 
-def _with_waves(conversation: Conversation, number: int) -> Iterable[dict[str, Any]]:
-    for message in conversation:
-        content = message["content"]
-        if isinstance(content, list):
-            content = [
-                {**item, "audio": _wave(item["audio"], number)} if item.get("type") == "audio" else item
-                for item in content
-            ]
-        yield {**message, "content": content}
-
-
-def _wave(given: Any, number: int) -> Any:
+def _with_wave(number: int, item: Item) -> Item:
+    if item["type"] != "audio":
+        return item
+    given = item["audio"]
     wave = given.detach().cpu().numpy() if hasattr(given, "detach") else given
     if not isinstance(wave, np.ndarray):
         raise ValueError(
@@ -372,4 +346,4 @@ def _wave(given: Any, number: int) -> Any:
             f"the audio of example {number} has the shape {list(wave.shape)} and type {wave.dtype}, but the processor "
             f"takes mono waves of numbers; mix its channels to one."
         )
-    return wave.astype(np.float32, copy=False)
+    return {**item, "audio": wave.astype(np.float32, copy=False)}

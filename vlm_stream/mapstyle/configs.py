@@ -4,10 +4,10 @@ Enters: settings. Leaves: a config; its `build` leaves the dataset that the sett
 hold the arguments of their factory, those of wrappers hold all but the datasets, processors and callbacks.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Any, ClassVar, Final, Literal
 
 from vlm_stream.errors import ConfigError, nearest_name
 from vlm_stream.mapstyle.packing import neat_pack_dataset_vlm
@@ -23,9 +23,6 @@ from vlm_stream.sources import (
     make_tulu3_magicoder_text_mix_dataset,
     make_unimm_chat_dataset,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _FORMATS: Final = ("neat", "thd")
 
@@ -44,98 +41,43 @@ def _arguments(config: Any) -> dict[str, Any]:
     return {entry.name: getattr(config, entry.name) for entry in fields(config)}
 
 
-@dataclass
-class RdrDatasetConfig(_FactoryConfig):
-    """Arguments of `make_rdr_dataset`."""
-
-    factory = staticmethod(make_rdr_dataset)
-    path_or_dataset: Any = "quintend/rdr-items"
-    split: str = "train"
-
-
-@dataclass
-class CordV2DatasetConfig(_FactoryConfig):
-    """Arguments of `make_cord_v2_dataset`."""
-
-    factory = staticmethod(make_cord_v2_dataset)
-    path_or_dataset: Any = "naver-clova-ix/cord-v2"
-    split: str = "train"
-    limit_dataset_samples: int | None = None
+def _config_of(name: str, factory: Callable[..., Any], fields: str, **defaults: Any) -> Any:
+    """Return the config of a factory; a default that is not given is the factory's own."""
+    own = inspect.signature(factory).parameters
+    typed = [(one, own[one].annotation, defaults.get(one, own[one].default)) for one in fields.split()]
+    about = {"factory": staticmethod(factory), "__doc__": f"Arguments of `{factory.__name__}`.", "__module__": __name__}
+    return make_dataclass(name, typed, bases=(_FactoryConfig,), namespace=about)
 
 
-@dataclass
-class MedPixDatasetConfig(_FactoryConfig):
-    """Arguments of `make_medpix_dataset`."""
-
-    factory = staticmethod(make_medpix_dataset)
-    path_or_dataset: Any = "medpix-dataset/medpix-dataset"
-    split: str = "train"
-
-
-@dataclass
-class LlavaOnevisionDatasetConfig(_FactoryConfig):
-    """Arguments of `make_llava_onevision_dataset`."""
-
-    factory = staticmethod(make_llava_onevision_dataset)
-    path_or_dataset: Any = "liuhaotian/LLaVA-Instruct-150K"
-    split: str = "train"
-
-
-@dataclass
-class UnimmChatDatasetConfig(_FactoryConfig):
-    """Arguments of `make_unimm_chat_dataset`."""
-
-    factory = staticmethod(make_unimm_chat_dataset)
-    path_or_dataset: Any = "Yirany/UniMM-Chat"
-    split: str = "train"
-
-
-@dataclass
-class ShopifyProductCatalogueDatasetConfig(_FactoryConfig):
-    """Arguments of `make_shopify_product_catalogue_dataset`."""
-
-    factory = staticmethod(make_shopify_product_catalogue_dataset)
-    path_or_dataset: Any = "Shopify/product-catalogue"
-    split: str = "train"
-    limit_dataset_samples: int | None = None
-
-
-@dataclass
-class Tulu3MagicoderTextMixDatasetConfig(_FactoryConfig):
-    """Arguments of `make_tulu3_magicoder_text_mix_dataset`."""
-
-    factory = staticmethod(make_tulu3_magicoder_text_mix_dataset)
-    tulu_split: str = "train"
-    magicoder_split: str = "train"
-    seed: int = 42
-    max_turns: int = 16
-    limit_total: int | None = None
-
-
-@dataclass
-class Cv17DatasetConfig(_FactoryConfig):
-    """Arguments of `make_cv17_dataset`."""
-
-    factory = staticmethod(make_cv17_dataset)
-    path_or_dataset: Any = "ysdede/commonvoice_17_tr_fixed"
-    split: str = "train"
-    sampling_rate: int = 16_000
-    audio_column: str = "audio"
-    text_column: str = "transcription"
-
-
-@dataclass
-class MockVlmDatasetConfig(_FactoryConfig):
-    """Arguments of `build_mock_vlm_dataset`."""
-
-    factory = staticmethod(build_mock_vlm_dataset)
-    num_samples: int = 10
-    num_images_per_sample: int = 1
-    image_size: tuple[int, int] = (256, 256)
-    prompt: str = "Describe this image."
-    responses: list[str] | None = None
-    max_length: int | None = None
-    seed: int = 0
+RdrDatasetConfig = _config_of("RdrDatasetConfig", make_rdr_dataset, "path_or_dataset split")
+CordV2DatasetConfig = _config_of(
+    "CordV2DatasetConfig", make_cord_v2_dataset, "path_or_dataset split limit_dataset_samples"
+)
+MedPixDatasetConfig = _config_of("MedPixDatasetConfig", make_medpix_dataset, "path_or_dataset split")
+LlavaOnevisionDatasetConfig = _config_of(
+    "LlavaOnevisionDatasetConfig", make_llava_onevision_dataset, "path_or_dataset split"
+)
+UnimmChatDatasetConfig = _config_of("UnimmChatDatasetConfig", make_unimm_chat_dataset, "path_or_dataset split")
+ShopifyProductCatalogueDatasetConfig = _config_of(
+    "ShopifyProductCatalogueDatasetConfig",
+    make_shopify_product_catalogue_dataset,
+    "path_or_dataset split limit_dataset_samples",
+)
+Tulu3MagicoderTextMixDatasetConfig = _config_of(
+    "Tulu3MagicoderTextMixDatasetConfig",
+    make_tulu3_magicoder_text_mix_dataset,
+    "tulu_split magicoder_split seed max_turns limit_total",
+    tulu_split="train",
+    magicoder_split="train",
+)
+Cv17DatasetConfig = _config_of(
+    "Cv17DatasetConfig", make_cv17_dataset, "path_or_dataset split sampling_rate audio_column text_column"
+)
+MockVlmDatasetConfig = _config_of(
+    "MockVlmDatasetConfig",
+    build_mock_vlm_dataset,
+    "num_samples num_images_per_sample image_size prompt responses max_length seed",
+)
 
 
 @dataclass
@@ -197,7 +139,6 @@ class NeatPackConfig:
     packing_format: Literal["neat", "thd"] = "neat"
 
     def __post_init__(self) -> None:
-        """Refuse other formats."""
         if self.packing_format not in _FORMATS:
             raise ConfigError(
                 f"Unsupported VLM packing_format {self.packing_format!r}: packs have no such form; "

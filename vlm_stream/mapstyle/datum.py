@@ -4,19 +4,15 @@ Enters: sequences with targets, weights, log-probabilities, advantages. Leaves: 
 `[1, T]`. No media.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.nn.functional import pad
 
 from vlm_stream.collate import align_up
 from vlm_stream.keys import IGNORE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _TARGETS: Final = "target_tokens"
 

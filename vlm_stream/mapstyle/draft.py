@@ -4,11 +4,10 @@ Enters: conversations, or a dataset config. Leaves: batches of one fixed length 
 draft models find their targets themselves.
 """
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -16,9 +15,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from vlm_stream.collate import merge_media, pad_id_of, pad_rows
 from vlm_stream.encode import IGNORE, EncodeConfig, Encoder, tokenizer_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 

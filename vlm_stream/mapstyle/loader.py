@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
+from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from vlm_stream.collate import (
@@ -27,18 +29,11 @@ from vlm_stream.collate import (
     pad_collate_fn,
     pad_id_of,
 )
-from vlm_stream.errors import ConfigError, MissingExtraError
+from vlm_stream.errors import ConfigError, require
+from vlm_stream.mapstyle.configs import NeatPackConfig, PreTokenizedDatasetWrapperConfig
 from vlm_stream.mapstyle.samplers import BalancedPackSampler, align_ranks
 from vlm_stream.pp_media import wrap_vlm_collate_for_pp
 from vlm_stream.processors import load_processor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from torch.utils.data import Sampler
-
-    from vlm_stream.mapstyle.configs import NeatPackConfig, PreTokenizedDatasetWrapperConfig
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +191,8 @@ class VlmDataloaderConfig:
             collate = dataset.robust_collate(collate)
         if pp_n_microbatches is not None:
             collate = wrap_vlm_collate_for_pp(collate, pp_n_microbatches)
-        loader = self._stateful_loader()(
+        torchdata = require("torchdata.stateful_dataloader", "trainers", "A loader with a state")
+        loader = torchdata.StatefulDataLoader(
             dataset=dataset,
             sampler=self._build_sampler(dataset, dp_rank, dp_world_size, batch_size),
             collate_fn=collate,
@@ -273,14 +269,6 @@ class VlmDataloaderConfig:
                 )
             return sampler
         return DistributedSampler(dataset, world_size, rank, self.shuffle, self.seed)
-
-    @staticmethod
-    def _stateful_loader() -> Any:
-        try:
-            from torchdata.stateful_dataloader import StatefulDataLoader
-        except ImportError:
-            raise MissingExtraError("torchdata", "trainers", "A loader with a state") from None
-        return StatefulDataLoader
 
 
 def read_chat_template(template: str) -> str:

@@ -4,24 +4,20 @@ Enters: lengths and a capacity, or an encoded dataset with the raw one below it 
 or a `PackedDatasetWrapper`. Nothing is encoded here.
 """
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from vlm_stream.collate import align_up
 from vlm_stream.errors import ConfigError
 from vlm_stream.mapstyle.samplers import estimate_lengths
 from vlm_stream.mapstyle.wrappers import PackedDatasetWrapper
 from vlm_stream.plan import best_fit_decreasing
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy.typing as npt
-
-    Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +38,8 @@ def greedy_knapsack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     sizes = np.asarray(lengths, dtype=np.int64)
     fits = np.flatnonzero(sizes <= max_length)
     if len(fits) < len(sizes):
-        logger.warning(
-            "%d of %d samples are longer than the capacity of %d tokens and are in no pack.",
-            len(sizes) - len(fits),
-            len(sizes),
-            max_length,
-        )
+        message = "%d of %d samples are longer than the capacity of %d tokens and are in no pack."
+        logger.warning(message, len(sizes) - len(fits), len(sizes), max_length)
     if not len(fits):
         return []
     packs = best_fit_decreasing(sizes[fits], max_length)
@@ -76,13 +68,8 @@ def greedy_knapsack_vt_balanced(
     bins = greedy_knapsack(lengths, max_length)
     loads = _visual_load(bins, visual_tokens)
     if len(bins):
-        logger.info(
-            "Visual tokens per pack: mean %.1f, spread %.1f, min %d, max %d.",
-            loads.mean(),
-            loads.std(),
-            loads.min(),
-            loads.max(),
-        )
+        spread = loads.mean(), loads.std(), loads.min(), loads.max()
+        logger.info("Visual tokens per pack: mean %.1f, spread %.1f, min %d, max %d.", *spread)
     return [bins[i] for i in np.argsort(loads, kind="stable")]
 
 
@@ -130,20 +117,18 @@ def neat_pack_dataset_vlm(
             f"leaves room for no document. Give an alignment of at least 1 and a larger pack."
         )
     if ds_raw is None:
-        lengths, media = _half_packs(len(dataset), capacity, sequence_alignment)
+        # Nothing is known of the samples: half a pack each, without media.
+        half = min(align_up(capacity // 2, sequence_alignment), capacity)
+        lengths, media = np.full(len(dataset), half, np.int64), np.zeros(len(dataset), np.int64)
     else:
         lengths, media = estimate_lengths(ds_raw, processor)
-        lengths = _align(np.maximum(lengths - 1, 0), sequence_alignment)  # the shift takes one token
+        lengths = align_up(np.maximum(lengths - 1, 0), sequence_alignment)  # the shift takes one token
     indices = np.arange(len(lengths))
     if drop_long_samples:
         indices = np.flatnonzero(lengths <= pack_size)
         if len(indices) < len(lengths):
-            logger.warning(
-                "%d of %d samples are dropped: more than %d tokens.",
-                len(lengths) - len(indices),
-                len(lengths),
-                pack_size,
-            )
+            num_dropped = len(lengths) - len(indices)
+            logger.warning("%d of %d samples are dropped: more than %d tokens.", num_dropped, len(lengths), pack_size)
     lengths, media = np.minimum(lengths[indices], capacity), media[indices]
     if balance_media_tokens and media.any():
         bins = greedy_knapsack_vt_balanced(lengths.tolist(), capacity, media.tolist())
@@ -160,16 +145,6 @@ def neat_pack_dataset_vlm(
     )
     packed.visual_loads = _visual_load(bins, media.tolist()).tolist()
     return packed
-
-
-def _half_packs(num_samples: int, capacity: int, alignment: int) -> tuple[Ints, Ints]:
-    """Return lengths and media of samples of which nothing is known: half a pack each, without media."""
-    half = min(_align(np.asarray([capacity // 2]), alignment)[0], capacity)
-    return np.full(num_samples, half, dtype=np.int64), np.zeros(num_samples, dtype=np.int64)
-
-
-def _align(lengths: Ints, alignment: int) -> Ints:
-    return -(-lengths // alignment) * alignment
 
 
 def _cut_fairly(bins: list[list[int]], max_packs: int | None, media: Ints) -> list[list[int]]:

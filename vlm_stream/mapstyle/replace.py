@@ -6,24 +6,20 @@ in any order, after any restart, draws the same; and each failure is a line in t
 none of this: it records bad samples and leaves them out.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from vlm_stream.encode import message_text
 from vlm_stream.errors import BadSampleError, InputError
 from vlm_stream.ledger import BadSample, Ledger
 from vlm_stream.plan import Key, words
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -36,27 +32,26 @@ def replacement_index(index: int, attempt: int, count: int, *, seed: int = 0, pu
     return (index + 1 + int(word) % (count - 1)) % count
 
 
-@dataclass(slots=True, kw_only=True)
-class Replacer:
-    """Tries an item, then others in its place, and records each that failed."""
+class ReplacingDataset(Dataset[Any]):
+    """A dataset that gives something else in place of what is bad.
 
-    source: str
-    """The dataset, for the ledger and the log."""
-    max_retries: int = 10
-    """Attempts in all."""
-    seed: int = 0
-    ledger: Ledger = field(default_factory=Ledger)
-    """What failed in this process."""
-    ledger_path: str | None = None
-    """File to which every process appends what failed, a JSON line each; a worker's own ledger ends with it."""
+    Attributes:
+        max_retries: How many items are tried for one.
+        ledger: What failed in this process.
+    """
 
-    def fetch(self, load: Callable[[int], Any], index: int, count: int) -> Any:
-        """Return `load(index)`, or that of another index if it fails.
+    def __init__(self, max_retries: int, seed: int, ledger_path: str | None) -> None:
+        """Begin an empty ledger; every process appends to the file what failed, because a worker's own ends with it."""
+        self.max_retries = max_retries
+        self.ledger = Ledger()
+        self._seed, self._ledger_path = seed, ledger_path
 
-        Raises:
-            RuntimeError: All attempts failed; the last error is its cause.
-            InputError: The settings are wrong or a package is missing, which no other item mends.
-        """
+    def robust_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap a collate function so that a batch that fails is replaced by other items of this dataset."""
+        return make_robust_collate(self, collate_fn, self.max_retries)
+
+    def _fetch(self, load: Callable[[int], Any], index: int, count: int) -> Any:
+        """Return `load(index)`, or that of another index if it fails; no other item mends an `InputError`."""
         place, error = index, None
         for attempt in range(self.max_retries):
             self.ledger.saw()
@@ -66,22 +61,22 @@ class Replacer:
                 raise
             except Exception as caught:  # datasets raise anything
                 error = caught
-                self.note(str(place), caught)
-            place = replacement_index(index, attempt, count, seed=self.seed)
+                self._note(str(place), caught)
+            place = replacement_index(index, attempt, count, seed=self._seed)
         raise RuntimeError(
-            f"Failed to load a valid sample after {self.max_retries} retries for item {index} of {self.source}; the "
-            f"last error was {error!r}. Mend the data: its ledger names what failed."
+            f"Failed to load a valid sample after {self.max_retries} retries for item {index} of "
+            f"{type(self).__name__}; the last error was {error!r}. Mend the data: its ledger names what failed."
         ) from error
 
-    def note(self, sample: str, error: Exception) -> None:
+    def _note(self, sample: str, error: Exception) -> None:
         """Record one failure."""
-        stage, reason = ("read", type(error).__name__)
+        stage, reason = "read", type(error).__name__
         if isinstance(error, BadSampleError):
             stage, reason = error.stage, error.reason
-        bad = BadSample(source=self.source, sample=sample, stage=stage, reason=reason, detail=str(error))
+        bad = BadSample(source=type(self).__name__, sample=sample, stage=stage, reason=reason, detail=str(error))
         logger.warning("%s", bad)
-        if self.ledger_path is not None:
-            with Path(self.ledger_path).open("a", encoding="utf-8") as lines:
+        if self._ledger_path is not None:
+            with Path(self._ledger_path).open("a", encoding="utf-8") as lines:
                 lines.write(bad.to_json() + "\n")
         self.ledger.add(bad)
 

@@ -4,31 +4,20 @@ Enters: a dataset with metadata for estimates, or packs with their visual loads.
 and epoch, so position n is a sample (or pack) of similar cost on each of them.
 """
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler, Subset
 
-from vlm_stream.collate import (
-    estimate_image_tokens,
-    estimate_sample_length,
-    estimate_video_tokens,
-    extract_image_config,
-    extract_video_config,
-)
+from vlm_stream.collate import estimate_sample_length, extract_image_config, extract_video_config
 from vlm_stream.errors import ConfigError, StateError, nearest_name
 from vlm_stream.plan import Key, permute_chunks, words
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
-
-    Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +84,7 @@ class LengthGroupedSampler(Sampler[int]):
         self.seed, self.batch_size, self.order = seed, max(1, batch_size), order
         self.epoch = 0
         self._position = 0
-        self._image_cfg, self._video_cfg = self._extract_image_config(processor), self._extract_video_config(processor)
+        self._image_cfg, self._video_cfg = extract_image_config(processor), extract_video_config(processor)
         total, media = estimate_lengths(raw_dataset(dataset), processor)
         self.lengths: list[int] = total.tolist()
         self.media_lengths: list[int] = media.tolist()
@@ -116,7 +105,6 @@ class LengthGroupedSampler(Sampler[int]):
         return len(self.sorted_indices)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the epoch's indices, from where a loaded state stood."""
         order = self._epoch_order()
         start, self._position = self._position, 0
         for position in range(start, len(order)):
@@ -162,23 +150,8 @@ class LengthGroupedSampler(Sampler[int]):
         terms = {"seed": self.seed, "batch_size": self.batch_size, "order": self.order}
         return {**terms, "num_samples": len(self.sorted_indices)}
 
-    @staticmethod
-    def _extract_image_config(processor: Any) -> dict[str, int] | None:
-        return extract_image_config(processor)
-
-    @staticmethod
-    def _extract_video_config(processor: Any) -> dict[str, Any] | None:
-        return extract_video_config(processor)
-
-    @staticmethod
-    def _get_raw_samples(dataset: Any) -> Any:
-        return raw_dataset(dataset)
-
-    def _estimate_image_tokens(self, img_meta: Any) -> int:
-        return estimate_image_tokens(img_meta, self._image_cfg or {})
-
-    def _estimate_video_tokens(self, vid_meta: Any) -> int:
-        return estimate_video_tokens(vid_meta, self._video_cfg or {})
+    _extract_image_config = staticmethod(extract_image_config)
+    _extract_video_config = staticmethod(extract_video_config)
 
     def _estimate_tokens(self, example: Any) -> tuple[int, int]:
         both = estimate_sample_length(example, self._image_cfg, self._video_cfg, return_media_tokens=True)
@@ -242,7 +215,6 @@ class BalancedPackSampler(Sampler[int]):
         return len(self._by_load) // self._block * self.batch_size
 
     def __iter__(self) -> Iterator[int]:
-        """Yield this rank's packs, a batch from each block."""
         count = len(self._by_load)
         spare = count % self._block
         # Another few packs are left over in every epoch, from all over the loads.

@@ -4,12 +4,9 @@ Enters: a dataset (anything with `len` and item access). Leaves: its items, deco
 that is asked for them. The dataset's own dicts are never written to, so memory does not grow with what was visited.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-from torch.utils.data import Dataset
+from typing import Any
 
 from vlm_stream.collate import (
     ModelPositions,
@@ -21,10 +18,11 @@ from vlm_stream.collate import (
     family_of,
     shift_sample,
 )
-from vlm_stream.conversation import MEDIA_TYPES, iter_media
+from vlm_stream.conversation import Conversation, Item, iter_media, map_media, without_span
 from vlm_stream.encode import (
     EncodeConfig,
     Encoder,
+    LoadedMedia,
     fit_length,
     has_media,
     inject_fake_image,
@@ -34,31 +32,10 @@ from vlm_stream.encode import (
 )
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.keys import INJECTED_FAKE_KEY, POSITIONS_KEY
-from vlm_stream.mapstyle.replace import Replacer, make_robust_collate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.encode import LoadedMedia
+from vlm_stream.mapstyle.replace import ReplacingDataset
 
 
-class _ReplacingDataset(Dataset[Any]):
-    """What the wrappers share: a ledger of what failed, and something else in its place."""
-
-    def __init__(self, max_retries: int, seed: int, ledger_path: str | None) -> None:
-        self.max_retries = max_retries
-        self._replacer = Replacer(
-            source=type(self).__name__, max_retries=max_retries, seed=seed, ledger_path=ledger_path
-        )
-        self.ledger = self._replacer.ledger
-
-    def robust_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap a collate function so that a batch that fails is replaced by other items of this dataset."""
-        return make_robust_collate(self, collate_fn, self.max_retries)
-
-
-class RobustDatasetWrapper(_ReplacingDataset):
+class RobustDatasetWrapper(ReplacingDataset):
     """Items of a dataset, whatever is wrong with some of them.
 
     Attributes:
@@ -85,8 +62,7 @@ class RobustDatasetWrapper(_ReplacingDataset):
         return len(self.dataset)
 
     def __getitem__(self, idx: int) -> Any:
-        """Return the item, or one that stands in for it."""
-        return self._replacer.fetch(self._load, idx, len(self.dataset))
+        return self._fetch(self._load, idx, len(self.dataset))
 
     def _load(self, index: int) -> Any:
         example = self.dataset[index]
@@ -117,29 +93,17 @@ def _with_loaded(conversation: Conversation, loaded: LoadedMedia) -> Conversatio
     """Return a copy whose media items hold decoded media; `loaded` has them in the order of the items."""
     images, videos, audios = iter(loaded.images), iter(loaded.videos), iter(loaded.audios)
 
-    def fill(item: Any) -> Any:
-        kind = item.get("type") if isinstance(item, dict) else None
-        if kind not in MEDIA_TYPES:
-            return item
-        if kind == "video":
-            video = next(videos)
-            facts = {
-                "_video_fps": video.info.fps,
-                "_frame_indices": list(video.indices),
-                "_total_frames": video.info.frames,
-            }
-            return {**item, "video": video.frames, **facts}
-        return {**item, kind: next(images if kind == "image" else audios)}
+    def fill(item: Item) -> Item:
+        if item["type"] != "video":
+            return without_span({**item, item["type"]: next(images if item["type"] == "image" else audios)})
+        video = next(videos)
+        facts = {"_frame_indices": list(video.indices), "_total_frames": video.info.frames}
+        return without_span({**item, "video": video.frames, "_video_fps": video.info.fps, **facts})
 
-    return [
-        {**message, "content": [fill(item) for item in message["content"]]}
-        if isinstance(message["content"], list)
-        else message
-        for message in conversation
-    ]
+    return map_media(conversation, fill)
 
 
-class PreTokenizedDatasetWrapper(_ReplacingDataset):
+class PreTokenizedDatasetWrapper(ReplacingDataset):
     """Encoded samples: `input_ids`, `attention_mask`, `labels` of one length, and media tensors; nothing is shifted.
 
     Attributes:
@@ -187,8 +151,7 @@ class PreTokenizedDatasetWrapper(_ReplacingDataset):
         return len(self.dataset)
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        """Return the encoded sample, or one that stands in for it."""
-        sample: dict[str, Any] = self._replacer.fetch(self.encode, idx, len(self.dataset))
+        sample: dict[str, Any] = self._fetch(self.encode, idx, len(self.dataset))
         return sample
 
     def encode(self, index: int) -> dict[str, Any]:
@@ -203,7 +166,7 @@ class PreTokenizedDatasetWrapper(_ReplacingDataset):
         return sample
 
 
-class PackedDatasetWrapper(_ReplacingDataset):
+class PackedDatasetWrapper(ReplacingDataset):
     """Packs of an encoded dataset; a bad sample leaves room in its pack and is not replaced.
 
     Attributes:
@@ -253,18 +216,17 @@ class PackedDatasetWrapper(_ReplacingDataset):
         return len(self.bins)
 
     def __getitem__(self, pack_idx: int) -> dict[str, Any]:
-        """Return one packed sample; it is never empty."""
         kept: list[dict[str, Any]] = []
         for index in self.bins[pack_idx]:
             self.ledger.saw()
             try:
                 kept = self._fit(kept, self._load(index))
             except Exception as error:  # datasets raise anything; one sample less is all it may cost
-                self._replacer.note(f"{index} in pack {pack_idx}", error)
+                self._note(f"{index} in pack {pack_idx}", error)
         if not kept:
             # A pack without samples would not stack with others; the first index is as good a key as any.
             first = self.bins[pack_idx][0] if self.bins[pack_idx] else pack_idx
-            kept = self._replacer.fetch(lambda i: self._fit([], self._load(i)), first, len(self.inner_dataset))
+            kept = self._fetch(lambda i: self._fit([], self._load(i)), first, len(self.inner_dataset))
         return build_packed_vlm_sample(kept, self.pack_size, self.padding_idx, self.has_mrope, self.sequence_alignment)
 
     def _load(self, index: int) -> dict[str, Any]:

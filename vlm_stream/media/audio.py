@@ -1,7 +1,7 @@
-"""Audio: wav, flac, ogg or mp3 bytes to mono float32 at a given rate, or only its length and rate.
+"""Audio: wav, flac, ogg or mp3 bytes, or the sound track of a video, to mono float32 at a given rate, or its length.
 
 Enters: the bytes of one file, or its path. Leaves: a waveform that feature extractors take. Decoding is soundfile's
-and resampling is soxr's, both in the extra `audio`.
+and resampling is soxr's, both in the extra `audio`; sound tracks of videos are decoded by PyAV.
 """
 
 from __future__ import annotations
@@ -9,19 +9,26 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from vlm_stream.errors import BadSampleError, MissingExtraError, blame_sample
+from vlm_stream.errors import BadSampleError, MissingExtraError, VlmStreamError, blame_sample
+from vlm_stream.media.limits import DEFAULT_LIMITS, MediaLimits
+from vlm_stream.media.seconds import find_samples
+from vlm_stream.media.sound_track import Track, read_track, video_container, walk_track
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from types import ModuleType
 
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["AudioInfo", "decode_audio", "probe_audio"]
+    from vlm_stream.conversation import Seconds
 
+_START_BYTES: Final = 12
+_MOST_TAGS: Final = 4
+"""Of ID3, before the sound."""
+_EXACT: Final = ("PCM", "FLOAT", "DOUBLE")
 AudioData: TypeAlias = "bytes | bytearray | memoryview | str | Path"
 
 
@@ -35,29 +42,68 @@ class AudioInfo:
     """Samples per second."""
 
 
-def probe_audio(data: AudioData) -> AudioInfo:
-    """Return length and rate from the header alone; raise `BadSampleError` when there is none."""
-    soundfile = _soundfile()
+def probe_audio(data: AudioData, limits: MediaLimits = DEFAULT_LIMITS, *, seconds: Seconds | None = None) -> AudioInfo:
+    """Return length (or that of a part) and rate by the header alone; raise `BadSampleError` when there is none."""
+    container = video_container(data, "convert")
     try:
-        info = soundfile.info(_source(data))
+        track = walk_track(data, container) if container else _header(data)
+    except VlmStreamError:
+        raise
     except Exception as error:  # its own, the system's, and what numbers in a damaged header lead to
         raise blame_sample(error, "convert", "bad_audio", "The bytes are not audio") from error
-    if not info.frames:
+    samples, rate = track.samples, track.rate
+    if not samples:
         raise BadSampleError("convert", "bad_audio", "The audio file holds no samples.")
-    return AudioInfo(samples=int(info.frames), rate=int(info.samplerate))
+    if seconds is not None:
+        start, stop = find_samples(samples, rate, seconds)
+        samples = stop - start
+    limits.check_audio("convert", samples, rate, track.channels)
+    return AudioInfo(samples=samples, rate=rate)
 
 
-def decode_audio(data: AudioData, rate: int) -> npt.NDArray[np.float32]:
-    """Return the waveform [samples], channels averaged, resampled to `rate`."""
-    soundfile = _soundfile()
+def _header(data: AudioData) -> Track:
+    info = _soundfile().info(_source(data, "convert"))
+    return Track(int(info.frames), int(info.samplerate), int(info.channels))
+
+
+def decode_audio(
+    data: AudioData, rate: int, limits: MediaLimits = DEFAULT_LIMITS, *, seconds: Seconds | None = None
+) -> npt.NDArray[np.float32]:
+    """Return the waveform [samples] of a sound or of a part of it, channels averaged, resampled to `rate`."""
+    container = video_container(data, "decode")
     try:
-        wave, own_rate = soundfile.read(_source(data), dtype="float32", always_2d=True)  # [samples, channels]
+        own_rate, wave = (_read_track if container else _read_file)(data, container, limits, seconds)
+    except VlmStreamError:
+        raise
     except Exception as error:  # its own, the system's, and what numbers in a damaged header lead to
         raise blame_sample(error, "decode", "bad_audio", "The audio cannot be decoded") from error
     if not len(wave):
         raise BadSampleError("decode", "bad_audio", "The audio file holds no samples.")
     mono: npt.NDArray[np.float32] = wave[:, 0] if wave.shape[1] == 1 else wave.mean(axis=1, dtype="float32")
     return mono if own_rate == rate else resample_audio(mono, int(own_rate), rate)
+
+
+def _read_file(
+    data: AudioData, _container: str, limits: MediaLimits, seconds: Seconds | None
+) -> tuple[int, npt.NDArray[np.float32]]:
+    """Return the rate of a file of sound, and its samples [samples, channels] or those of a part."""
+    with _soundfile().SoundFile(_source(data, "decode")) as file:
+        start, stop = (0, file.frames) if seconds is None else find_samples(file.frames, file.samplerate, seconds)
+        # Behind a seek, what was compressed with loss begins with other samples.
+        begin = start if file.subtype.startswith(_EXACT) else 0
+        limits.check_audio("decode", stop - begin, file.samplerate, file.channels)
+        file.seek(begin)
+        return file.samplerate, file.read(stop - begin, dtype="float32", always_2d=True)[start - begin :]
+
+
+def _read_track(
+    data: AudioData, container: str, limits: MediaLimits, seconds: Seconds | None
+) -> tuple[int, npt.NDArray[np.float32]]:
+    """Return the rate of the sound track of a video, and its samples [samples, channels] or those of a part."""
+    track = walk_track(data, container)
+    start, stop = (0, track.samples) if seconds is None else find_samples(track.samples, track.rate, seconds)
+    limits.check_audio("decode", stop, track.rate, track.channels)
+    return track.rate, read_track(data, container, track, stop)[start:]
 
 
 def resample_audio(mono: npt.NDArray[np.float32], own_rate: int, rate: int) -> npt.NDArray[np.float32]:
@@ -72,8 +118,32 @@ def resample_audio(mono: npt.NDArray[np.float32], own_rate: int, rate: int) -> n
     return resampled
 
 
-def _source(data: AudioData) -> Any:
-    return io.BytesIO(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
+def _source(data: AudioData, stage: str) -> Any:
+    """Return what soundfile opens, if it is of a format that is read here: libsndfile knows many more."""
+    is_held = isinstance(data, (bytes, bytearray, memoryview))
+    with io.BytesIO(data) if is_held else Path(data).open("rb") as file:  # type: ignore[arg-type]
+        start, begin = file.read(_START_BYTES), 0
+        for _ in range(_MOST_TAGS):
+            if start[:3] != b"ID3" or len(start) < _START_BYTES:
+                break
+            sizes = zip(start[6:10], (21, 14, 7, 0), strict=True)
+            begin += 10 + sum((byte & 0x7F) << shift for byte, shift in sizes) + (10 if start[5] & 0x10 else 0)
+            file.seek(begin)
+            start = file.read(_START_BYTES)
+    if not _is_known(start):
+        raise BadSampleError(
+            stage,
+            "bad_audio",
+            f"The bytes are not WAV, FLAC, Ogg or MP3: they begin with {start[:8]!r}. Write the file as one of these.",
+        )
+    return io.BytesIO(data) if is_held else data  # type: ignore[arg-type]
+
+
+def _is_known(start: bytes) -> bool:
+    is_wave = start[:4] in (b"RIFF", b"RF64", b"RIFX") and start[8:12] == b"WAVE"
+    # Eleven bits of a frame of MPEG audio, and a layer.
+    is_mpeg = len(start) > 1 and start[0] == 0xFF and start[1] >= 0xE0 and bool(start[1] & 0x06)
+    return is_wave or is_mpeg or start[:4] in (b"fLaC", b"OggS")
 
 
 def _soundfile() -> ModuleType:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from vlm_stream.errors import BadSampleError, blame_sample
+from vlm_stream.keys import IMAGE_FORMATS
+from vlm_stream.media.limits import DEFAULT_LIMITS, MediaLimits
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from PIL import Image
-
-__all__ = ["ImageConfig", "decode_image", "is_turned", "probe_image", "to_rgb"]
 
 ImageData: TypeAlias = "bytes | bytearray | memoryview | str | Path"
 _ORIENTATION: Final = 0x0112
@@ -30,8 +30,6 @@ _SIDEWAYS: Final = range(5, 9)
 class ImageConfig:
     """How images are decoded."""
 
-    max_pixels: int = 89_478_485
-    """Larger images are bad samples: decoding them would take the worker's memory. Pillow's own limit."""
     exif_rotate: bool = False
     """Turn images as their EXIF orientation says. Off, as in the processors. Datasets that were converted with
     `exif_rotate` say it of each image, because the sizes in their index are the turned ones."""
@@ -40,17 +38,17 @@ class ImageConfig:
 DEFAULT_IMAGE_CONFIG = ImageConfig()
 
 
-def probe_image(data: ImageData, *, exif_rotate: bool = False) -> tuple[int, int]:
+def probe_image(data: ImageData, limits: MediaLimits = DEFAULT_LIMITS, *, exif_rotate: bool = False) -> tuple[int, int]:
     """Return (height, width) from the header alone, as stored or as turned; raise `BadSampleError` without a header."""
-    with _open(data, DEFAULT_IMAGE_CONFIG.max_pixels, stage="convert") as image:
+    with _open(data, limits, stage="convert") as image:
         width, height = image.size
         return (width, height) if exif_rotate and _orientation(image) in _SIDEWAYS else (height, width)
 
 
-def is_turned(data: ImageData) -> bool:
+def is_turned(data: ImageData, limits: MediaLimits = DEFAULT_LIMITS) -> bool:
     """Tell whether bytes are an image that its EXIF orientation turns or mirrors."""
     try:
-        with _open(data, DEFAULT_IMAGE_CONFIG.max_pixels, stage="convert") as image:
+        with _open(data, limits, stage="convert") as image:
             return _orientation(image) in _TURNED
     except BadSampleError:
         return False
@@ -63,10 +61,18 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def decode_image(data: ImageData, config: ImageConfig = DEFAULT_IMAGE_CONFIG) -> Image.Image:
-    """Return the image in RGB, loaded."""
-    image = _open(data, config.max_pixels, stage="decode")
+def decode_image(
+    data: ImageData,
+    config: ImageConfig = DEFAULT_IMAGE_CONFIG,
+    limits: MediaLimits = DEFAULT_LIMITS,
+    *,
+    least: int | None = None,
+) -> Image.Image:
+    """Return the image in RGB, loaded; with `least` a JPEG may be smaller than stored, with sides of at least that."""
+    image = _open(data, limits, stage="decode")
     try:
+        if least is not None:
+            image.draft("RGB", (least, least))
         image.load()
         if config.exif_rotate:
             from PIL import ImageOps
@@ -99,12 +105,13 @@ def _sixteen_bit_to_rgb(image: Image.Image) -> Image.Image:
     return Image.fromarray(eight_bit).convert("RGB")
 
 
-def _open(data: ImageData, max_pixels: int, stage: str) -> Image.Image:
+def _open(data: ImageData, limits: MediaLimits, stage: str) -> Image.Image:
     from PIL import Image
 
     source: Any = io.BytesIO(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
     try:
-        image = Image.open(source)
+        Image.init()  # the formats that are registered, here or by the user
+        image = Image.open(source, formats=[name for name in IMAGE_FORMATS if name in Image.OPEN])
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise blame_sample(error, stage, "image_too_large", "The image is too large to decode") from error
     except FileNotFoundError as error:
@@ -112,10 +119,7 @@ def _open(data: ImageData, max_pixels: int, stage: str) -> Image.Image:
     except Exception as error:
         raise blame_sample(error, stage, "bad_image", "The bytes are not an image") from error
     width, height = image.size
-    if width * height > max_pixels:
-        raise BadSampleError(
-            stage, "image_too_large", f"The image has {width}x{height} pixels, more than the limit of {max_pixels}."
-        )
+    limits.check_image(stage, width, height)
     if not width or not height:
         raise BadSampleError(stage, "bad_image", f"The image has {width}x{height} pixels.")
     return image

@@ -15,8 +15,6 @@ from vlm_stream.errors import BadSampleError, MissingExtraError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LMDB_SEPARATOR", "read_lmdb"]
-
 LMDB_SEPARATOR: Final = "::"
 _environments: dict[tuple[int, str], Any] = {}
 

@@ -1,53 +1,39 @@
 """Videos: bytes to the frames that a rule picks, and the facts that the rule and the processor need.
 
 Enters: the bytes of one file (or its path, or a list of still frames) and `pick`, which sees the facts and names frame
-indices. Leaves: frames [n, height, width, 3] uint8 and the facts. Three libraries can decode; each counts frames by
-walking the file's packets (containers lie about their number) and turns pictures as the file's display matrix says, so
-all give the same frames for the same indices. Only groups of pictures that hold a picked frame are decoded. The
-sampling rule itself is not known here.
+indices. Leaves: frames [n, height, width, 3] uint8 and the facts. PyAV decodes, or a library that is asked for by its
+name (`backends`). The sampling rule itself is not known here.
 """
 
 from __future__ import annotations
 
-import io
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, cast
 
-from vlm_stream.errors import BadSampleError, ConfigError, MissingExtraError, VlmStreamError, blame_sample
+from vlm_stream.clips import Sheet
+from vlm_stream.errors import BadSampleError, ConfigError
+from vlm_stream.media.backends import AvVideo, OpenVideo, VideoBackend, VideoData, choose_backend, open_video
 from vlm_stream.media.image import DEFAULT_IMAGE_CONFIG, ImageConfig, decode_image, probe_image
+from vlm_stream.media.limits import DEFAULT_LIMITS, MediaLimits
+from vlm_stream.media.seconds import VideoInfo, cut_info, part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import numpy as np
     import numpy.typing as npt
 
+    from vlm_stream.clips import PickedClip
+    from vlm_stream.conversation import Seconds
+
     Frames = npt.NDArray[np.uint8]
 
-__all__ = ["DecodedVideo", "VideoBackend", "VideoInfo", "decode_frame_list", "decode_video", "probe_video"]
-
-VideoData: TypeAlias = "bytes | bytearray | memoryview | str | Path"
-VideoBackend: TypeAlias = Literal["auto", "decord", "av", "torchcodec"]
-_EXTRAS: Final = {"decord": "video", "av": "video", "torchcodec": "torchcodec"}
-
-
-@dataclass(frozen=True, slots=True)
-class VideoInfo:
-    """The facts of one video."""
-
-    frames: int
-    """Frames in the file."""
-    height: int
-    """As shown, after the turn of the display matrix."""
-    width: int
-    fps: float
-    """Average frames per second; 0 where the file does not say."""
-    seconds: float
+__all__ = [
+    *("DecodedVideo", "decode_frame_list", "decode_picked", "decode_video", "decodes_by_frames"),
+    "probe_video",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,24 +44,73 @@ class DecodedVideo:
     """[n, height, width, 3]"""
     info: VideoInfo
     indices: tuple[int, ...]
-    """Which frame of the file each of the n is; the last may repeat."""
+    """Which frame of the file, or of the part of it that is shown, each of the n is; the last may repeat."""
 
 
-def probe_video(data: VideoData, backend: VideoBackend = "auto") -> VideoInfo:
+def probe_video(
+    data: VideoData,
+    backend: VideoBackend = "auto",
+    limits: MediaLimits = DEFAULT_LIMITS,
+    *,
+    seconds: Seconds | None = None,
+) -> VideoInfo:
     """Return the facts, or raise `BadSampleError`; one picture is decoded: only pictures say how they are turned."""
-    with _open(data, _choose_backend(backend), stage="convert") as video:
-        return video.facts()
+    with open_video(data, choose_backend(backend), "convert") as video:
+        limits.check_video("convert", video.facts())
+        return _shown(video, data, seconds)[1]
 
 
 def decode_video(
-    data: VideoData, pick: Callable[[VideoInfo], Sequence[int]], backend: VideoBackend = "auto"
+    data: VideoData,
+    pick: Callable[[VideoInfo], Sequence[int]],
+    backend: VideoBackend = "auto",
+    limits: MediaLimits = DEFAULT_LIMITS,
+    *,
+    seconds: Seconds | None = None,
 ) -> DecodedVideo:
-    """Decode the frames whose indices `pick` names for this video, in that order."""
-    with _open(data, _choose_backend(backend), stage="decode") as video:
-        info = video.facts()
-        indices = tuple(int(index) for index in pick(info))
-        _check_indices(indices, info)
-        return DecodedVideo(frames=video.frames(indices), info=info, indices=indices)
+    """Decode the frames whose indices `pick` names for this video, or for a part of it, in that order."""
+    with open_video(data, choose_backend(backend), "decode") as video:
+        limits.check_video("decode", video.facts())
+        first, info = _shown(video, data, seconds)
+        indices = _picked(info, pick, limits)
+        return DecodedVideo(frames=video.frames([first + index for index in indices]), info=info, indices=indices)
+
+
+def _shown(video: OpenVideo, data: VideoData, seconds: Seconds | None) -> tuple[int, VideoInfo]:
+    """Return the first frame that is shown, and the facts of what is shown."""
+    if seconds is None:
+        return 0, video.facts()
+    if isinstance(video, AvVideo):
+        return cut_info(video.facts(), video.times(), seconds)
+    with open_video(data, "av", "decode") as timed:
+        return cut_info(video.facts(), cast("AvVideo", timed).times(), seconds)
+
+
+def decode_picked(
+    clip: PickedClip,
+    pick: Callable[[VideoInfo], Sequence[int]],
+    limits: MediaLimits = DEFAULT_LIMITS,
+    *,
+    seconds: Seconds | None = None,
+) -> DecodedVideo:
+    """Decode the frames whose indices `pick` names, from the ranges that were fetched for them."""
+    info, first = VideoInfo(*clip.facts), 0
+    limits.check_video("decode", info)
+    if seconds is not None:
+        first, frames = clip.spans[seconds]
+        info = part_of(info, frames)
+    indices = _picked(info, pick, limits)
+    wanted = [first + index for index in indices]
+    sheet = Sheet(wanted, info.height, info.width)
+    clip.decode(wanted, sheet.put)
+    if sheet.left:
+        raise BadSampleError("decode", "frame_index", f"Frame {min(sheet.left)} was not among those that were fetched.")
+    return DecodedVideo(frames=sheet.frames, info=info, indices=indices)
+
+
+def decodes_by_frames(backend: VideoBackend) -> bool:
+    """Return whether clips with tables are decoded by their packets: a library named by the user decodes all itself."""
+    return backend in ("auto", "av")
 
 
 def decode_frame_list(
@@ -83,6 +118,7 @@ def decode_frame_list(
     pick: Callable[[VideoInfo], Sequence[int]],
     fps: float | None,
     config: ImageConfig = DEFAULT_IMAGE_CONFIG,
+    limits: MediaLimits = DEFAULT_LIMITS,
 ) -> DecodedVideo:
     """Treat a list of still images as a video of `fps` frames per second."""
     import numpy as np
@@ -96,200 +132,29 @@ def decode_frame_list(
         )
     if not frames:
         raise BadSampleError("decode", "bad_video", "The video is an empty list of frames.")
-    height, width = probe_image(frames[0])
+    height, width = probe_image(frames[0], limits)
     info = VideoInfo(len(frames), height, width, float(fps), len(frames) / float(fps))
+    limits.check_video("decode", info)
+    indices = _picked(info, pick, limits)
+    sheet: Sheet | None = None
+    for index in sorted(set(indices)):
+        picture = np.asarray(decode_image(frames[index], config, limits))
+        sheet = sheet or Sheet(indices, *picture.shape[:2])
+        if picture.shape != (shape := sheet.frames.shape[1:]):
+            sizes = sorted({picture.shape, shape})
+            raise BadSampleError("decode", "bad_video", f"The frames of a video differ in size: {sizes}.")
+        sheet.put(index, picture)
+    assert sheet is not None  # noqa: S101
+    return DecodedVideo(frames=sheet.frames, info=info, indices=indices)
+
+
+def _picked(info: VideoInfo, pick: Callable[[VideoInfo], Sequence[int]], limits: MediaLimits) -> tuple[int, ...]:
     indices = tuple(int(index) for index in pick(info))
-    _check_indices(indices, info)
-    decoded = {index: np.asarray(decode_image(frames[index], config)) for index in sorted(set(indices))}
-    sizes = {frame.shape for frame in decoded.values()}
-    if len(sizes) > 1:
-        raise BadSampleError("decode", "bad_video", f"The frames of a video differ in size: {sorted(sizes)}.")
-    return DecodedVideo(frames=np.stack([decoded[index] for index in indices]), info=info, indices=indices)
-
-
-def _check_indices(indices: tuple[int, ...], info: VideoInfo) -> None:
     if not indices:
         raise ConfigError(f"The frame rule picked no frame of a video with {info.frames}; it must pick at least one.")
     if min(indices) < 0 or max(indices) >= info.frames:
         raise BadSampleError(
             "decode", "frame_index", f"Frames {min(indices)}..{max(indices)} were asked of a video with {info.frames}."
         )
-
-
-def _choose_backend(name: str) -> str:
-    """Return the backend to use: the named one, or the first of decord and PyAV that is installed."""
-    if name == "auto":
-        for candidate in ("decord", "av"):
-            if find_spec(candidate) is not None:
-                return candidate
-        raise MissingExtraError("av", "video", "Decoding video")
-    if name not in _EXTRAS:
-        raise ConfigError(f"There is no video backend '{name}'. Allowed: auto, {', '.join(_EXTRAS)}.")
-    if find_spec(name) is None:
-        raise MissingExtraError(name, _EXTRAS[name], f"The video backend '{name}'")
-    if name == "torchcodec":
-        _check_torchcodec()
-    return name
-
-
-def _check_torchcodec() -> None:
-    """Refuse a torchcodec without FFmpeg's libraries at once: else every video would look like a bad sample."""
-    try:
-        import_module("torchcodec.decoders")
-    except (ImportError, OSError, RuntimeError) as error:
-        raise ConfigError(
-            "The video backend 'torchcodec' is installed and cannot be loaded, so no video can be decoded with it: it "
-            "needs FFmpeg's shared libraries. Install them (Debian: apt-get install ffmpeg), or use 'av' or 'decord'."
-        ) from error
-
-
-@contextmanager
-def _open(data: VideoData, backend: str, stage: str) -> Iterator[_OpenVideo]:
-    """Open one video; whatever the library raises on damaged bytes becomes a `BadSampleError` of that stage."""
-    video: _OpenVideo | None = None
-    try:
-        video = _OPENERS[backend](data)
-        yield video
-    except VlmStreamError:
-        raise
-    except Exception as error:  # three libraries, each with its own tree of errors
-        raise blame_sample(error, stage, "bad_video", f"The video cannot be decoded by {backend}") from error
-    finally:
-        if video is not None:
-            video.close()
-
-
-def _source(data: VideoData) -> Any:
-    return io.BytesIO(data) if isinstance(data, (bytes, bytearray, memoryview)) else str(data)
-
-
-def _facts(num_frames: int, height: int, width: int, fps: float, seconds: float) -> VideoInfo:
-    if num_frames < 1:
-        raise ValueError("the file holds no video frames")
-    return VideoInfo(num_frames, height, width, fps, num_frames / fps if fps > 0 else seconds)
-
-
-class _Decord:
-    """decord seeks well and is the fastest of the three on CPU; it turns pictures itself."""
-
-    def __init__(self, data: VideoData) -> None:
-        import decord
-
-        # One thread: workers are the parallelism, and decord's own threads would fight over the cores.
-        self._reader = decord.VideoReader(_source(data), ctx=decord.cpu(0), num_threads=1)
-
-    def facts(self) -> VideoInfo:
-        height, width = self._reader[0].shape[:2]
-        return _facts(len(self._reader), int(height), int(width), float(self._reader.get_avg_fps()), 0.0)
-
-    def frames(self, indices: Sequence[int]) -> Frames:
-        batch: Frames = self._reader.get_batch(list(indices)).asnumpy()
-        return batch
-
-    def close(self) -> None:
-        del self._reader
-
-
-class _Av:
-    """PyAV: packets are walked once for the time stamps, then each needed group of pictures is decoded."""
-
-    def __init__(self, data: VideoData) -> None:
-        import av
-
-        self._container = av.open(_source(data))
-        if not self._container.streams.video:
-            self._container.close()
-            raise ValueError("the file has no video stream")
-        self._stream = self._container.streams.video[0]
-        self._stream.thread_type = "NONE"
-        self._keyframes: list[int] = []
-        stamps: list[int] = []
-        for packet in self._container.demux(self._stream):
-            stamp = packet.pts if packet.pts is not None else packet.dts
-            if not packet.size or stamp is None or packet.is_discard:
-                continue
-            stamps.append(stamp)
-            if packet.is_keyframe:
-                self._keyframes.append(stamp)
-        self._stamps = sorted(stamps)
-        self._first: Frames | None = None
-
-    def facts(self) -> VideoInfo:
-        self._first = first = self._decode([0])[0]
-        rate = self._stream.average_rate or self._stream.guessed_rate
-        duration = self._stream.duration
-        seconds = float(duration * self._stream.time_base) if duration else 0.0
-        return _facts(len(self._stamps), first.shape[0], first.shape[1], float(rate) if rate else 0.0, seconds)
-
-    def frames(self, indices: Sequence[int]) -> Frames:
-        import numpy as np
-
-        known = {} if self._first is None else {0: self._first}
-        decoded = known | self._decode(sorted(set(indices) - known.keys()))
-        return np.stack([decoded[index] for index in indices])
-
-    def _decode(self, wanted: list[int]) -> dict[int, Frames]:
-        """Return {index: picture}; `wanted` ascends."""
-        if not self._stamps:
-            raise ValueError("the file holds no video frames")
-        position = {stamp: index for index, stamp in enumerate(self._stamps)}
-        left = set(wanted)
-        found: dict[int, Frames] = {}
-        while left:
-            target = self._stamps[min(left)]
-            self._container.seek(target, stream=self._stream)
-            before = len(left)
-            for frame in self._container.decode(self._stream):
-                index = position.get(frame.pts if frame.pts is not None else frame.dts)
-                if index in left:
-                    found[index] = _turned(frame)
-                    left.remove(index)
-                if not left or self._next_needs_seek(index, min(left)):
-                    break
-            if len(left) == before:
-                raise ValueError(f"frame {min(left)} of {len(self._stamps)} could not be decoded")
-        return found
-
-    def _next_needs_seek(self, at: int | None, target: int) -> bool:
-        """Say whether a keyframe lies between the frame just decoded and the next one wanted."""
-        if at is None:
-            return False
-        here, there = self._stamps[at], self._stamps[target]
-        return any(here < stamp <= there for stamp in self._keyframes)
-
-    def close(self) -> None:
-        self._container.close()
-
-
-def _turned(frame: Any) -> Frames:
-    import numpy as np
-
-    picture: Frames = frame.to_ndarray(format="rgb24")
-    quarter_turns = round(getattr(frame, "rotation", 0) / 90) % 4  # the display matrix counts counter-clockwise
-    return np.ascontiguousarray(np.rot90(picture, quarter_turns)) if quarter_turns else picture
-
-
-class _TorchCodec:
-    """torchcodec, where FFmpeg's shared libraries are installed."""
-
-    def __init__(self, data: VideoData) -> None:
-        VideoDecoder = import_module("torchcodec.decoders").VideoDecoder  # noqa: N806
-
-        source = bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else str(data)
-        self._decoder = VideoDecoder(source, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="exact")
-
-    def facts(self) -> VideoInfo:
-        height, width = self._decoder[0].shape[:2]
-        meta = self._decoder.metadata
-        return _facts(len(self._decoder), int(height), int(width), float(meta.average_fps or 0.0), 0.0)
-
-    def frames(self, indices: Sequence[int]) -> Frames:
-        picked: Frames = self._decoder.get_frames_at(list(indices)).data.numpy()
-        return picked
-
-    def close(self) -> None:
-        del self._decoder
-
-
-_OpenVideo: TypeAlias = _Decord | _Av | _TorchCodec
-_OPENERS: Final[dict[str, type[_OpenVideo]]] = {"decord": _Decord, "av": _Av, "torchcodec": _TorchCodec}
+    limits.check_picked(info, len(indices))
+    return indices

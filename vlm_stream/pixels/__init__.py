@@ -5,29 +5,11 @@ normalising (still images of patchified families also without their temporal cop
 `finish_pixels`, which does the rest on any device. Must not be known here: conversations, padding, packing, shards.
 
 Files, in the order the data meets them:
-    spec.py              what a batch says of its pixels
-    uint8_processor.py   one part of a processor that stops early
-    path.py              `CompactPath`: a whole processor, tried out
-    finish.py            `finish_pixels`
+    compact.py           `CompactPath`: a processor whose parts stop early, tried out
+    finish.py            what a batch says of its pixels; `finish_pixels`
     device_prefetch.py   `DeviceFeed`: batches finished on the device, one ahead
 """
 
-from __future__ import annotations
-
-from vlm_stream.keys import PIXEL_SPEC_KEY as PIXELS_KEY
+from vlm_stream.pixels.compact import CompactPath, find_compact_path
 from vlm_stream.pixels.device_prefetch import DeviceFeed
-from vlm_stream.pixels.finish import DEFAULT_DTYPE, finish_pixels
-from vlm_stream.pixels.path import CompactPath, find_compact_path
-from vlm_stream.pixels.spec import PartSpec, PixelSpec, carry_spec
-
-__all__ = [
-    "DEFAULT_DTYPE",
-    "PIXELS_KEY",
-    "CompactPath",
-    "DeviceFeed",
-    "PartSpec",
-    "PixelSpec",
-    "carry_spec",
-    "find_compact_path",
-    "finish_pixels",
-]
+from vlm_stream.pixels.finish import DEFAULT_DTYPE, PartSpec, PixelSpec, carry_spec, finish_pixels

@@ -5,21 +5,14 @@ on a stream of its own; the trainer's stream waits for it only when it takes the
 overlap, and a batch is finished when it is taken.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from vlm_stream.errors import ConfigError
 from vlm_stream.pixels.finish import DEFAULT_DTYPE, FinishedOnRead, finish_pixels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-__all__ = ["DeviceFeed"]
 
 Item = TypeVar("Item")
 

@@ -9,7 +9,8 @@ The path of a sample, and the files that it meets:
     order -> mixture -> window -> packs or groups -> steps -> ranks
 
 - `values`: what enters and leaves, and the config.
-- order: `order` (one source's permutation, keyed by `randomness`, and its columns while they are live).
+- order: `order` (one source's permutation, keyed by `randomness`, and its columns while they are live), `foresight`
+  (when each shard will be read).
 - mixture: `mixture` (which source is drawn next).
 - window: `window` (a few thousand draws, cut together into the next units of the stream).
 - packs or groups: `units`, with `pack` (best fit).
@@ -21,9 +22,8 @@ The path of a sample, and the files that it meets:
 A cursor is where the plan stands, as values; a state is its JSON with what proves that it fits.
 """
 
-from __future__ import annotations
-
 from vlm_stream.plan.balance import costs_of_model
+from vlm_stream.plan.foresight import ShardUses, shard_uses
 from vlm_stream.plan.pack import best_fit_decreasing
 from vlm_stream.plan.planner import Count, Planner
 from vlm_stream.plan.randomness import Key, mix64, words
@@ -36,6 +36,7 @@ from vlm_stream.plan.values import (
     BalanceConfig,
     ColumnReader,
     CostConfig,
+    Countable,
     Dropped,
     GroupConfig,
     MixtureConfig,
@@ -48,37 +49,3 @@ from vlm_stream.plan.values import (
     SourceSpec,
     StepShape,
 )
-
-__all__ = [
-    "OVERRIDES",
-    "BalanceConfig",
-    "ColumnReader",
-    "CostConfig",
-    "Count",
-    "Dropped",
-    "GroupConfig",
-    "Key",
-    "MixtureConfig",
-    "OrderConfig",
-    "PackConfig",
-    "PlainConfig",
-    "PlanConfig",
-    "PlanReport",
-    "PlannedSample",
-    "Planner",
-    "Ref",
-    "SampleColumns",
-    "SourceSpec",
-    "Step",
-    "StepShape",
-    "best_fit_decreasing",
-    "costs_of_model",
-    "find_samples",
-    "mix64",
-    "permute_chunks",
-    "plan_report",
-    "read_state",
-    "samples_of_step",
-    "step_at",
-    "words",
-]

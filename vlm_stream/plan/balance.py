@@ -5,42 +5,26 @@ Leaves: [steps, micro, rank, row] of unit numbers, -1 for a filler. Costs are wh
 in any order on any machine: every rank computes the same without talking.
 
 Equal parts are made by equal-size Karmarkar-Karp (differencing of tuples: each round joins the two most uneven, largest
-with smallest) on the sum of both costs, then by swaps between the worst part and others for as long as the worst of
-all shares, of either cost, goes down.
+with smallest) on the sum of the model's costs, then by swaps between the worst part and others for as long as the worst
+of all shares, of either cost, goes down. What decoding videos costs comes after them, because it is paid by the
+builders of a rank, ahead of its steps: swaps lower its worst shares as far as the model's costs stay as even as they
+are. Where ranks wait at every micro-step, they exchange what they do at the same time until decoding is even.
 
 The coefficients may be derived from a model's config (a dict or an object with attributes, the nested form of a
 `config.json`), in units of one text token. Counted are the multiplications of matrices and of attention scores; a
 backward pass costs two forward passes, one without weight gradients, none where nothing below needs a gradient.
 """
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.plan.values import CostConfig
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from vlm_stream.plan.queue import UnitTable
-    from vlm_stream.plan.values import BalanceConfig, RowPolicy, StepShape
-
-    Ints = npt.NDArray[np.int64]
-
-__all__ = [
-    "assign",
-    "costs_of_model",
-    "equal_parts",
-    "llm_cost",
-    "relative_costs",
-    "swap_until_even",
-    "vit_cost",
-]
+from vlm_stream.plan.queue import UnitTable
+from vlm_stream.plan.values import BalanceConfig, CostConfig, Ints, RowPolicy, StepShape
 
 _MEAN = 1 << 20  # the mean share of a part, in whole numbers
 _CLOSE = _MEAN + _MEAN // 200  # 0.5 % above the mean: even enough to stop
@@ -48,15 +32,13 @@ _PARTNERS = 256  # items that are tried as partners in one round of swaps
 _SWAPS_PER_PART = 2
 
 
-def llm_cost(tokens: npt.NDArray[np.int64], costs: CostConfig) -> npt.NDArray[np.int64]:
+def llm_cost(tokens: Ints, costs: CostConfig) -> Ints:
     """Return [n] the language model's cost of documents of that length."""
     length = tokens.astype(np.float64)
     return np.rint((length * costs.llm_linear + length * length * costs.llm_square) * costs.scale).astype(np.int64)
 
 
-def vit_cost(
-    patches: npt.NDArray[np.int64], squares: npt.NDArray[np.float64], costs: CostConfig
-) -> npt.NDArray[np.int64]:
+def vit_cost(patches: Ints, squares: npt.NDArray[np.float64], costs: CostConfig) -> Ints:
     """Return [n] the vision tower's cost of samples with that many patches."""
     linear = patches.astype(np.float64) * costs.vit_linear
     return np.rint((linear + squares * costs.vit_square) * costs.scale).astype(np.int64)
@@ -67,18 +49,18 @@ def assign(table: UnitTable, shape: StepShape, balance: BalanceConfig, policy: R
     num_steps = -(-len(table) // shape.units_per_step)
     numbers = np.arange(num_steps * shape.units_per_step)
     numbers[len(table) :] = -1
-    if _in_order(shape, balance, policy):
+    if balance.barrier == "none" or (shape.world_size == 1 and policy == "stream"):  # as they come
         return numbers.reshape(num_steps, shape.micro_batches, shape.world_size, shape.batch_size)
     if policy == "free" or shape.batch_size == 1:
-        llm, vit, hashes = _padded(table.llm, numbers), _padded(table.vit, numbers), _padded(table.hashes, numbers)
-        return numbers[_assign_items(llm, vit, hashes, shape, balance)]
+        costs = np.stack([_padded(column, numbers) for column in (table.llm, table.vit, table.decode)])
+        return numbers[_assign_items(costs, _padded(table.hashes, numbers), shape, balance)]
     if policy == "sorted":
         numbers[: len(table)] = np.argsort(-table.tokens, kind="stable")
     batches = numbers.reshape(-1, shape.batch_size)  # [c, row] micro-batches that stay together
     llm = _padded(table.llm, batches).max(axis=1) * shape.batch_size  # padding makes every row as long as the longest
-    vit = _padded(table.vit, batches).sum(axis=1)
+    vit, decode = (_padded(column, batches).sum(axis=1) for column in (table.vit, table.decode))
     hashes = _padded(table.hashes, batches[:, 0])
-    grid = _assign_items(llm, vit, hashes, replace(shape, batch_size=1), balance)
+    grid = _assign_items(np.stack([llm, vit, decode]), hashes, replace(shape, batch_size=1), balance)
     return batches[grid[..., 0]]
 
 
@@ -90,26 +72,30 @@ def _padded(values: npt.NDArray[np.generic], numbers: Ints) -> Ints:
     return out
 
 
-def _assign_items(llm: Ints, vit: Ints, hashes: Ints, shape: StepShape, balance: BalanceConfig) -> Ints:
-    """Assign items that fill the steps exactly; return [steps, micro, rank, row] of item numbers."""
-    num_steps = len(llm) // shape.units_per_step
+def _assign_items(costs: Ints, hashes: Ints, shape: StepShape, balance: BalanceConfig) -> Ints:
+    """Assign items with costs [3, n] that fill the steps exactly; return [steps, micro, rank, row] of item numbers."""
+    num_steps = len(hashes) // shape.units_per_step
     if balance.barrier == "step" and shape.micro_batches * shape.batch_size > 1:
-        grid = _even_steps(llm, vit, shape, num_steps)
+        grid = _even_steps(costs, shape, num_steps)
     else:
-        grid = _even_columns(llm, vit, shape, num_steps)
+        grid = _even_columns(costs[0] + costs[1], shape, num_steps)
+        if costs[2].any():
+            grid = _even_decoding(grid, costs)
     # In an order that has nothing to do with cost, so that no step and no run of steps is a curriculum.
     grid = grid[np.argsort(hashes[grid[:, 0, 0, 0]], kind="stable")]
     by = np.argsort(hashes[grid[:, :, 0, 0]], axis=1, kind="stable")  # [steps, micro]
     return np.take_along_axis(grid, by[:, :, None, None], axis=1)
 
 
-def _even_steps(llm: Ints, vit: Ints, shape: StepShape, num_steps: int) -> Ints:
+def _even_steps(costs: Ints, shape: StepShape, num_steps: int) -> Ints:
     """For a barrier once a step: parts of equal cost, one for each rank and step; similar parts share a step."""
     num_parts = num_steps * shape.world_size
-    first, second = relative_costs(llm, num_parts), relative_costs(vit, num_parts)
-    parts = equal_parts(first + second, num_parts)
-    parts = swap_until_even(parts, first, second, _SWAPS_PER_PART * num_parts)
-    total = llm + vit
+    relative = np.stack([relative_costs(each, num_parts) for each in costs])  # [3, n]
+    parts = equal_parts(relative[:2].sum(axis=0), num_parts)
+    parts = swap_until_even(parts, relative[:2], _SWAPS_PER_PART * num_parts)
+    if costs[2].any():
+        parts = swap_until_even(parts, relative, _SWAPS_PER_PART * num_parts, num_held=2)
+    total = costs[0] + costs[1]
     parts = parts[np.argsort(-total[parts].sum(axis=1), kind="stable")]
     # Dearest first, given to micro-batches forth and back: the micro-batches of all ranks are similar too.
     order = np.argsort(-total[parts], axis=1, kind="stable")
@@ -119,9 +105,8 @@ def _even_steps(llm: Ints, vit: Ints, shape: StepShape, num_steps: int) -> Ints:
     return grid.transpose(0, 3, 1, 2).copy()
 
 
-def _even_columns(llm: Ints, vit: Ints, shape: StepShape, num_steps: int) -> Ints:
+def _even_columns(total: Ints, shape: StepShape, num_steps: int) -> Ints:
     """For a barrier at every micro-step: what all ranks do at the same time is neighbouring in cost."""
-    total = llm + vit
     num_columns = num_steps * shape.micro_batches
     columns = np.argsort(-total, kind="stable").reshape(num_columns, shape.world_size * shape.batch_size)
     if shape.batch_size > 1:
@@ -134,9 +119,24 @@ def _even_columns(llm: Ints, vit: Ints, shape: StepShape, num_steps: int) -> Int
     return spread.transpose(1, 0, 2, 3).copy()
 
 
-def _in_order(shape: StepShape, balance: BalanceConfig, policy: RowPolicy) -> bool:
-    """Return whether units are assigned as they come."""
-    return balance.barrier == "none" or (shape.world_size == 1 and policy == "stream")
+def _even_decoding(grid: Ints, costs: Ints) -> Ints:
+    """Exchange what ranks do at the same time: the dearest to decode goes to the rank that decodes least in its step.
+
+    Where that is equal, least in all steps, and then the one with the least other work.
+    """
+    total, decode = ((each[grid]).sum(axis=3) for each in (costs[0] + costs[1], costs[2]))  # [steps, micro, rank]
+    grid, num_ranks = grid.copy(), grid.shape[2]
+    loads = np.zeros((3, num_ranks), dtype=np.int64)  # other work and decoding of all steps, decoding of this one
+    peaks = decode.max(axis=2)  # [steps, micro] the dearest first: those that follow make up for it
+    for step in np.argsort(-peaks.max(axis=1), kind="stable"):
+        loads[2] = 0
+        for micro in np.argsort(-peaks[step], kind="stable"):
+            cells = np.lexsort((-total[step, micro], -decode[step, micro]))
+            ranks = np.lexsort(loads)
+            grid[step, micro, ranks] = grid[step, micro, cells]
+            loads[0, ranks] += total[step, micro, cells]
+            loads[1:, ranks] += decode[step, micro, cells]
+    return grid
 
 
 def relative_costs(costs: Ints, num_parts: int) -> Ints:
@@ -175,36 +175,46 @@ def equal_parts(costs: Ints, num_parts: int) -> Ints:
     return np.asarray(heap[0][3])
 
 
-def swap_until_even(parts: Ints, first: Ints, second: Ints, max_rounds: int) -> Ints:
-    """Swap items between parts to lower the largest share of either cost.
+def swap_until_even(parts: Ints, costs: Ints, max_rounds: int, *, num_held: int = 0) -> Ints:
+    """Swap items between parts to lower the largest share of any cost.
 
     Args:
         parts: [k, size] Item numbers.
-        first: [n] Relative costs.
-        second: [n] Relative costs of the other kind.
+        costs: [kinds, n] Relative costs.
         max_rounds: Most swaps.
+        num_held: How many costs, the first, are not lowered and do not rise above their largest shares. Parts whose
+            share of the others cannot be lowered so are passed over.
     """
     parts = parts.copy()
     num_parts, size = parts.shape
-    costs = np.stack([first, second])  # [2, n]
-    loads = costs[:, parts].sum(axis=2)  # [2, k]
+    if not num_held:
+        costs = costs[costs.any(axis=1)] if costs.any() else costs[:1]
+    loads = costs[:, parts].sum(axis=2)  # [kinds, k]
+    lowered = loads[num_held:]
+    most = np.maximum(loads[:num_held].max(axis=1, initial=0), _CLOSE)[:, None, None]
+    is_stuck = np.zeros(num_parts, dtype=bool)
     num_partners = min(num_parts - 1, max(_PARTNERS // size, 16))
     for _ in range(max_rounds if num_parts > 1 else 0):
-        kind, worst = divmod(int(np.argmax(loads)), num_parts)
-        peak = int(loads[kind, worst])
-        if peak <= _CLOSE:
+        kind, worst = divmod(int(np.argmax(np.where(is_stuck, 0, lowered))), num_parts)
+        peak = int(lowered[kind, worst])
+        if peak <= _CLOSE or is_stuck[worst]:
             break
-        partners = np.argsort(loads[kind], kind="stable")[:num_partners]
+        partners = np.argsort(lowered[kind], kind="stable")[:num_partners]
         partners = partners[partners != worst]
-        mine = costs[:, parts[worst]]  # [2, size]
-        theirs = costs[:, parts[partners]].reshape(2, -1)  # [2, p * size]
-        gain = mine[:, :, None] - theirs[:, None, :]  # [2, size, p * size] what the worst part gives away
+        mine = costs[:, parts[worst]]  # [kinds, size]
+        theirs = costs[:, parts[partners]].reshape(len(costs), -1)  # [kinds, p * size]
+        gain = mine[:, :, None] - theirs[:, None, :]  # [kinds, size, p * size] what the worst part gives away
         after_mine = loads[:, worst][:, None, None] - gain
         after_theirs = np.repeat(loads[:, partners], size, axis=1)[:, None, :] + gain
-        score = np.maximum(after_mine, after_theirs).max(axis=0)  # [size, p * size]
+        after = np.maximum(after_mine, after_theirs)
+        score = after[num_held:].max(axis=0)  # [size, p * size]
+        score[(after[:num_held] > most).any(axis=0)] = peak
         best = int(np.argmin(score))
         if int(score.flat[best]) >= peak:
-            break
+            if not num_held:
+                break
+            is_stuck[worst] = True
+            continue
         slot, column = divmod(best, score.shape[1])
         partner, other_slot = int(partners[column // size]), column % size
         loads[:, worst] -= gain[:, slot, column]
@@ -213,26 +223,17 @@ def swap_until_even(parts: Ints, first: Ints, second: Ints, max_rounds: int) -> 
     return parts
 
 
-def costs_of_model(config: Any, *, frozen_vit: bool = False, frozen_llm: bool = False) -> CostConfig:
-    """Derive the four coefficients from hidden sizes, layers and vocabulary.
-
-    Args:
-        config: Model config with `text_config` (or its fields at the top) and maybe `vision_config`.
-        frozen_vit: The vision tower runs forward only.
-        frozen_llm: The language model passes gradients on and learns nothing.
-    """
+def costs_of_model(config: Any) -> CostConfig:
+    """Derive the four coefficients from hidden sizes, layers and vocabulary; all of the model is trained."""
     text = _get(config, "text_config", "llm_config", "language_config", default=config)
     vision = _get(config, "vision_config", "vit_config", default=None)
-    llm_factor = 2.0 if frozen_llm else 3.0
     linear, square = _llm_flops(text)
     vit_linear, vit_square = _vit_flops(vision) if vision is not None else (0.0, 0.0)
-    vit_factor = 1.0 if frozen_vit else 3.0
-    one = llm_factor * linear
     return CostConfig(
         llm_linear=1.0,
-        llm_square=llm_factor * square / one,
-        vit_linear=vit_factor * vit_linear / one,
-        vit_square=vit_factor * vit_square / one,
+        llm_square=square / linear,
+        vit_linear=vit_linear / linear,
+        vit_square=vit_square / linear,
     )
 
 

@@ -5,24 +5,15 @@ the next draws. A draw is a function of its number and the shares alone (multipl
 unit interval evenly from any start and at any stride), so shares may change between two draws and positions stay.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from vlm_stream.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-
-    from vlm_stream.plan.values import SourceSpec
-
-__all__ = ["Draws", "draw", "shares_of", "source_of_draws"]
+from vlm_stream.plan.values import SourceSpec
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, odd
 
@@ -31,12 +22,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, odd
 class Draws:
     """The next draws."""
 
-    sources: npt.NDArray[np.int64]
-    """[n] Source of each draw."""
-    next_draw: int
-    """Number of the draw after them."""
-    ended: bool
-    """Whether the stop rule was met by the last of them."""
+    sources: npt.NDArray[np.int64]  # [n] Source of each draw
+    next_draw: int  # number of the draw after them
+    ended: bool  # whether the stop rule was met by the last of them
 
 
 def shares_of(sources: Sequence[SourceSpec], weigh_by: str) -> tuple[float, ...]:
@@ -67,14 +55,9 @@ def source_of_draws(first: int, count: int, shares: Sequence[float]) -> npt.NDAr
 
 
 def draw(first: int, count: int, shares: Sequence[float], left: Sequence[int | None], stop: str) -> Draws:
-    """Draw up to `count` samples.
+    """Draw up to `count` samples, beginning with the draw of number `first`.
 
-    Args:
-        first: Number of the first draw.
-        count: How many are wanted.
-        shares: Share of each source.
-        left: Samples that each source has still to deliver before it is done; None when it has no goal.
-        stop: The stop rule.
+    `left` is what each source has still to deliver before it is done; None where it has no goal.
     """
     todo = [0 if n is None else n for n in left]
     has_goal = [n is not None and share > 0 for n, share in zip(left, shares, strict=True)]

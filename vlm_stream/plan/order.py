@@ -8,44 +8,41 @@ the layout of an epoch, two numbers per shard, grows with the dataset.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from vlm_stream.errors import DatasetError
 from vlm_stream.plan.balance import vit_cost
 from vlm_stream.plan.randomness import Key, permutation
-from vlm_stream.plan.values import take_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from vlm_stream.plan.values import ColumnReader, CostConfig, OrderConfig, PlanConfig, SampleColumns, SourceSpec
-
-    Ints = npt.NDArray[np.int64]
-
-__all__ = ["Samples", "SourceStream", "concatenate"]
+from vlm_stream.plan.values import (
+    ColumnReader,
+    CostConfig,
+    Countable,
+    Ints,
+    OrderConfig,
+    PlanConfig,
+    SourceSpec,
+    take_rows,
+)
 
 _SMALL_SOURCE = 1 << 18  # samples whose columns are kept for good
 _SAMPLES_AT_ONCE = 1 << 18  # that a reader is asked for
+_COUNT_ALL = 0.875  # what is left of such samples is counted at once when it is no more than this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpochLayout:
     """One epoch of one source, shard by shard."""
 
-    shards: Ints
-    """[s] Shard numbers in the order in which the epoch meets them."""
-    quotas: Ints
-    """[s] How many samples each of them delivers."""
-    group_begins: Ints
-    """[groups + 1] Position at which each group of shards begins."""
+    shards: Ints  # [s] Shard numbers in the order in which the epoch meets them
+    quotas: Ints  # [s] How many samples each of them delivers
+    group_begins: Ints  # [groups + 1] Position at which each group of shards begins
 
     def group_at(self, position: int) -> int:
-        """Return the group that holds a position of the epoch."""
         return int(np.searchsorted(self.group_begins, position, side="right")) - 1
 
 
@@ -132,32 +129,23 @@ def _for(key: Key, purpose: str, index: int | None = None) -> Key:
 class Samples:
     """n samples, a row each."""
 
-    refs: Ints
-    """[n, 3] Source, shard, row."""
-    position: Ints
-    """[n] Position in the source's endless stream of epochs."""
-    tokens: Ints
-    """[n] Length; after a mode's rules were applied: the length that is delivered."""
-    vision: Ints
-    """[n] Vision tokens."""
-    vit: Ints
-    """[n] Cost in the vision tower, in whole numbers."""
-    labels: Ints
-    """[n] Tokens that are learned; -1: unknown, or changed by the mode's rules."""
-    age: Ints
-    """[n] Windows through which the sample was carried."""
+    refs: Ints  # [n, 3] Source, shard, row
+    position: Ints  # [n] Position in the source's endless stream of epochs
+    tokens: Ints  # [n] Length; after a mode's rules were applied: the length that is delivered
+    vision: Ints  # [n] Vision tokens
+    vit: Ints  # [n] Cost in the vision tower, in whole numbers
+    decode: Ints  # [n] Cost of decoding videos; 0 where it is not known
+    labels: Ints  # [n] Tokens that are learned; -1: unknown, or changed by the mode's rules
+    age: Ints  # [n] Windows through which the sample was carried
 
     def __len__(self) -> int:
-        """Return n."""
         return len(self.tokens)
 
     def pick(self, rows: npt.NDArray[np.generic]) -> Samples:
-        """Return some of the samples, in the order of `rows`."""
         return Samples(**{name: getattr(self, name)[rows] for name in _COLUMNS})
 
     @staticmethod
     def none() -> Samples:
-        """Return no samples."""
         zeros = np.zeros(0, dtype=np.int64)
         return Samples(**{name: zeros.reshape(0, 3) if name == "refs" else zeros for name in _COLUMNS})
 
@@ -166,12 +154,20 @@ _COLUMNS = tuple(field.name for field in fields(Samples))
 
 
 def concatenate(parts: Sequence[Samples]) -> Samples:
-    """Join samples end to end."""
     if len(parts) == 1:
         return parts[0]
     if not parts:
         return Samples.none()
     return Samples(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS})
+
+
+@dataclass(slots=True, eq=False)
+class _Uncounted:
+    """Samples that were read together, as long as few of them were asked for."""
+
+    rows: Ints  # [n] Where their columns belong
+    columns: Countable
+    is_left: npt.NDArray[np.bool_]  # [n] Whether a sample was not counted yet
 
 
 class ColumnCache:
@@ -182,25 +178,48 @@ class ColumnCache:
         self.shards = shards
         self.splits = np.concatenate([[0], np.cumsum(sizes)])  # [k + 1]
         self._is_read = np.zeros(len(shards), dtype=bool)
+        self._uncounted: list[_Uncounted] = []
         # Uninitialised on purpose: pages of shards that are never read cost no memory.
         total = int(self.splits[-1])
         self.tokens = np.empty(total, dtype=np.int32)
         self.vision = np.empty(total, dtype=np.int32)
         self.vit = np.empty(total, dtype=np.int64)
+        self.decode = np.empty(total, dtype=np.int64)
         self.labels = np.empty(total, dtype=np.int32)
 
-    def load(self, slots: Ints, number: int, spec: SourceSpec, read: ColumnReader, costs: CostConfig) -> None:
-        """Read those of the shards in some slots that were not read yet."""
+    def load(self, slots: Ints, rows: Ints, read: Callable[[Ints], Countable], costs: CostConfig) -> None:
+        """Have the columns of some rows, which are of the shards in some slots.
+
+        A first window touches most shards of its group and asks for few of their samples. Only these are counted, so
+        that the first batch does not wait for the others.
+        """
         touched = np.zeros(len(self.shards), dtype=bool)
         touched[slots] = True
         for missing in self._portions(np.flatnonzero(touched & ~self._is_read)):
-            columns = _read_shards(read, number, spec, self.shards[missing].tolist())
-            rows, _ = take_rows(self.splits, missing)
-            self.tokens[rows] = columns.tokens
-            self.vision[rows] = columns.vision_tokens
-            self.vit[rows] = vit_cost(columns.vision_patches, columns.vision_squares, costs)
-            self.labels[rows] = columns.labels
+            mine, _ = take_rows(self.splits, missing)
+            self._uncounted.append(_Uncounted(mine, read(self.shards[missing]), np.ones(len(mine), dtype=bool)))
             self._is_read[missing] = True
+        if not self._uncounted:
+            return
+        is_asked = np.zeros(len(self.tokens), dtype=bool)
+        is_asked[rows] = True
+        for portion in self._uncounted:
+            asked = portion.is_left & is_asked[portion.rows]
+            if (portion.is_left & ~asked).sum() <= _COUNT_ALL * len(asked):
+                asked = portion.is_left
+            self._count(portion, np.flatnonzero(asked), costs)
+            portion.is_left = portion.is_left & ~asked
+        self._uncounted = [portion for portion in self._uncounted if portion.is_left.any()]
+
+    def _count(self, portion: _Uncounted, picked: Ints, costs: CostConfig) -> None:
+        if not len(picked):
+            return
+        counted, rows = portion.columns.pick(picked), portion.rows[picked]
+        self.tokens[rows] = counted.tokens
+        self.vision[rows] = counted.vision_tokens
+        self.vit[rows] = vit_cost(counted.vision_patches, counted.vision_squares, costs)
+        self.decode[rows] = 0 if counted.decode is None else counted.decode
+        self.labels[rows] = counted.labels
 
     def _portions(self, slots: Ints) -> Iterator[Ints]:
         """Cut slots into portions whose indexes fit into some tens of megabytes."""
@@ -208,15 +227,15 @@ class ColumnCache:
         yield from (slots[portion == number] for number in sorted(set(portion.tolist())))
 
 
-def _read_shards(read: ColumnReader, number: int, spec: SourceSpec, shards: Sequence[int]) -> SampleColumns:
+def _read_shards(read: ColumnReader, number: int, spec: SourceSpec, shards: Sequence[int]) -> Countable:
     columns = read(number, shards)
     expected = sum(map(spec.samples_per_shard.__getitem__, shards))
-    if len(columns.tokens) != expected:
+    if len(columns) != expected:
         which = (
             f"index of shard {shards[0]}" if len(shards) == 1 else f"indexes of shards {', '.join(map(str, shards))}"
         )
         raise DatasetError(
-            f"The {which} of source '{spec.name}' has {len(columns.tokens)} samples, the manifest says {expected}; "
+            f"The {which} of source '{spec.name}' has {len(columns)} samples, the manifest says {expected}; "
             f"every position after it would be wrong. Index the shard again or restore its manifest."
         )
     return columns
@@ -225,12 +244,9 @@ def _read_shards(read: ColumnReader, number: int, spec: SourceSpec, shards: Sequ
 class _ShardGroup(NamedTuple):
     """One live group of shards."""
 
-    shards: Ints
-    """[k]"""
-    splits: Ints
-    """[k + 1] Rows of the shards, one after the other."""
-    entries: npt.NDArray[np.int32]
-    """[delivered] Such rows, in the order of the epoch."""
+    shards: Ints  # [k]
+    splits: Ints  # [k + 1] Rows of the shards, one after the other
+    entries: npt.NDArray[np.int32]  # [delivered] Such rows, in the order of the epoch
     columns: ColumnCache
 
 
@@ -238,7 +254,6 @@ class SourceStream:
     """One source as an endless row of epochs, open at any position."""
 
     def __init__(self, number: int, spec: SourceSpec, read: ColumnReader, config: PlanConfig) -> None:
-        """Prepare; nothing is read and nothing laid out yet."""
         self.number = number
         self.spec = spec
         self.epoch_length = epoch_length(spec)
@@ -249,7 +264,7 @@ class SourceStream:
         self._costs = config.balance.costs
         self._layouts: dict[int, EpochLayout] = {}
         self._groups: dict[tuple[int, int], _ShardGroup] = {}
-        # A small source meets the same shards in every epoch, and many epochs in one window.
+        # a small source meets the same shards in every epoch, and many epochs in one window.
         one_group = len(spec.samples_per_shard) <= config.order.group_shards
         self._kept: ColumnCache | None = None
         if one_group and spec.num_samples <= _SMALL_SOURCE:
@@ -270,6 +285,21 @@ class SourceStream:
             begin = end
         return concatenate(parts)
 
+    def groups(self, position: int, num_epochs: float) -> Iterator[tuple[int, int, Ints]]:
+        """Yield begin, end and shards of the groups from a position on, to the end of so many epochs."""
+        epoch, offset = divmod(position, max(self.epoch_length, 1))
+        while epoch < num_epochs and self.epoch_length:
+            layout = self.layout(epoch)
+            begins = layout.group_begins + epoch * self.epoch_length
+            for number in range(layout.group_at(offset), len(begins) - 1):
+                k = self._order.group_shards
+                yield int(begins[number]), int(begins[number + 1]), layout.shards[number * k : (number + 1) * k]
+            epoch, offset = epoch + 1, 0
+
+    def layout(self, epoch: int) -> EpochLayout:
+        """Return one epoch, shard by shard."""
+        return epoch_layout(self.spec, replace(self._key, epoch=epoch), self._order, shuffle=self._shuffle)
+
     def _samples(self, group: _ShardGroup, positions: Ints, first: int) -> Samples:
         """Return samples of one group that begins at position `first`."""
         rows = group.entries[positions - first]
@@ -281,24 +311,26 @@ class SourceStream:
         columns = group.columns
         if columns is self._kept:  # which has all shards in the order of their numbers
             slots = refs[:, 1]
-        columns.load(slots, self.number, self.spec, self._read, self._costs)
         at = columns.splits[slots] + refs[:, 2]
+        columns.load(slots, at, self._read_shards, self._costs)
         return Samples(
             refs=refs,
             position=positions,
             tokens=columns.tokens[at].astype(np.int64),
             vision=columns.vision[at].astype(np.int64),
             vit=columns.vit[at],
+            decode=columns.decode[at],
             labels=columns.labels[at].astype(np.int64),
             age=np.zeros(len(rows), dtype=np.int64),
         )
 
+    def _read_shards(self, shards: Ints) -> Countable:
+        return _read_shards(self._read, self.number, self.spec, shards.tolist())
+
     def _layout(self, epoch: int) -> EpochLayout:
         if epoch not in self._layouts:
             _forget_all_but_newest(self._layouts)
-            self._layouts[epoch] = epoch_layout(
-                self.spec, replace(self._key, epoch=epoch), self._order, shuffle=self._shuffle
-            )
+            self._layouts[epoch] = self.layout(epoch)
         return self._layouts[epoch]
 
     def _group(self, epoch: int, number: int, layout: EpochLayout) -> _ShardGroup:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,26 +23,17 @@ from vlm_stream.plan.queue import Cursor, Delivered, UnitQueue
 from vlm_stream.plan.resume import resume
 from vlm_stream.plan.state import USUAL, Fingerprints, read_state, write_state
 from vlm_stream.plan.steps import Horizon, Step, next_horizon, steps_of
+from vlm_stream.plan.values import BalanceConfig, ColumnReader, Dropped, PlanConfig, SourceSpec, StepShape
 from vlm_stream.plan.window import Terms, Window, WindowStart, epoch_at, plan_window
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-
-    from vlm_stream.plan.values import BalanceConfig, ColumnReader, PlanConfig, SourceSpec, StepShape
-
-__all__ = ["Count", "Planner"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
     """How much is left of a stream."""
 
-    steps: int
-    """Steps, one that is begun included."""
-    micro_batches: int
-    """Of each rank."""
-    end: dict[str, Any]
-    """A state at the end, to count on from; its digest does not know what was counted."""
+    steps: int  # steps, one that is begun included
+    micro_batches: int  # of each rank
+    end: dict[str, Any]  # a state at the end, to count on from; its digest does not know what was counted
 
 
 class Planner:
@@ -89,12 +81,16 @@ class Planner:
         return _short(json.dumps(asdict(self._fingerprints)))
 
     def with_config(self, config: PlanConfig) -> Planner:
-        """Return a planner of the same sources with another config."""
         return Planner(self.sources, self.read_columns, config, allow=self._allow)
 
-    def steps(self, shape: StepShape, state: dict[str, Any] | None = None) -> Iterator[Step]:
-        """Yield steps from the start or from a state; without end when `epochs` is None or the mixture never stops."""
-        return _Run(self, shape, self.start(state)).steps()
+    def steps(
+        self, shape: StepShape, state: dict[str, Any] | None = None, *, left_out: list[Dropped] | None = None
+    ) -> Iterator[Step]:
+        """Yield steps from the start or from a state; without end when `epochs` is None or the mixture never stops.
+
+        `left_out` is given what the stream ends without, which no step tells.
+        """
+        return _Run(self, shape, self.start(state)).steps(left_out=left_out)
 
     def search(
         self, shape: StepShape, state: dict[str, Any] | None, wanted: Callable[[int, Horizon], bool]
@@ -137,7 +133,6 @@ class Planner:
             start = window.after
 
     def encode(self, cursor: Cursor) -> dict[str, Any]:
-        """Return a cursor as a state."""
         return write_state(cursor, self._fingerprints)
 
 
@@ -152,7 +147,9 @@ class _Run:
         self.num_skipped = 0
         self.queue = _open_queue(planner, start)
 
-    def steps(self, wanted: Callable[[int, Horizon], bool] | None = None) -> Iterator[Step]:
+    def steps(
+        self, wanted: Callable[[int, Horizon], bool] | None = None, left_out: list[Dropped] | None = None
+    ) -> Iterator[Step]:
         config = self.planner.config
         yield from self.finish_begun()
         while (horizon := next_horizon(self.queue, self.shape, config.balance, config.row_policy)) is not None:
@@ -161,6 +158,8 @@ class _Run:
             else:
                 self.delivered = replace(self.delivered, steps=self.delivered.steps + horizon.num_steps)
                 self.num_skipped += horizon.num_steps
+        if left_out is not None:
+            left_out += self.queue.left_out
 
     def finish_begun(self) -> Iterator[Step]:
         """Go on inside interrupted steps; with another shape, put back what they had not delivered."""
@@ -218,7 +217,7 @@ class _Run:
 
 def _open_queue(planner: Planner, start: Cursor) -> UnitQueue:
     """Open the stream after what was delivered, once it has proved to be the stream that the state knows."""
-    # A function of its own: a method would close over the run, and the reference cycle would keep it alive.
+    # a function of its own: a method would close over the run, and the reference cycle would keep it alive.
     queue = UnitQueue(
         start, lambda window: plan_window(window, planner.streams, planner.config, start.terms_at(window.number))
     )
@@ -252,5 +251,5 @@ def _check_sources(streams: Sequence[SourceStream]) -> None:
         if stream.epoch_length < 1 and spec.weight > 0:
             raise ConfigError(
                 f"Source '{spec.name}' delivers no sample: {spec.num_samples} samples at a sample_ratio of "
-                f"{spec.sample_ratio}. Raise the ratio, set its weight to 0, or leave the source out."
+                f"{spec.sample_ratio}. Raise the ratio, or leave the source out."
             )

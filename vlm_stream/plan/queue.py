@@ -7,42 +7,35 @@ delivered, by a step of another shape.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from vlm_stream.errors import ConfigError
+from vlm_stream.errors import ConfigError, StateError
+from vlm_stream.plan.values import BalanceConfig, Dropped, Ints, StepShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import numpy.typing as npt
-
-    from vlm_stream.plan.values import BalanceConfig, Dropped, StepShape
     from vlm_stream.plan.window import Terms, Window, WindowStart
 
-    Ints = npt.NDArray[np.int64]
-    Flags = npt.NDArray[np.bool_]
+Flags = npt.NDArray[np.bool_]
 
 logger = logging.getLogger(__name__)
 
 _MAX_EMPTY = 1000  # windows without a unit, in a row
-
-__all__ = ["Begun", "Cursor", "Delivered", "UnitQueue", "UnitTable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
     """What has been delivered since the start of the run."""
 
-    steps: int = 0
-    """Finished steps."""
+    steps: int = 0  # finished steps
     units: int = 0
     samples: int = 0
-    digest: str = ""
-    """Rolling digest of everything delivered, micro-step by micro-step, over all ranks."""
+    digest: str = ""  # rolling digest of everything delivered, micro-step by micro-step, over all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +45,7 @@ class Begun:
     shape: StepShape
     balance: BalanceConfig
     steps_done: int
-    micro_done: int
-    """Micro-steps of the step after `steps_done`."""
+    micro_done: int  # micro-steps of the step after `steps_done`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,7 +68,6 @@ class Cursor:
     """Not None: inside of steps that were assigned together."""
 
     def terms_at(self, number: int) -> Terms:
-        """Return the terms of a window."""
         return [terms for terms in self.terms if terms.first_window <= number][-1]
 
 
@@ -85,23 +76,18 @@ class UnitTable:
     """n units from one or several windows."""
 
     windows: tuple[Window, ...]
-    window: Ints
-    """[n] Which of `windows`."""
-    unit: Ints
-    """[n] Number within its window."""
+    window: Ints  # [n] Which of `windows`
+    unit: Ints  # [n] Number within its window
     tokens: Ints
     llm: Ints
     vit: Ints
-    labels: Ints
-    """[n] Below 0: unknown."""
+    decode: Ints
+    labels: Ints  # [n] Below 0: unknown
     hashes: npt.NDArray[np.uint64]
-    num_samples: Ints
-    """[n] Samples in each unit."""
-    dropped: tuple[Dropped, ...]
-    """Of the windows that were planned for these units."""
+    num_samples: Ints  # [n] Samples in each unit
+    dropped: tuple[Dropped, ...]  # of the windows that were planned for these units
 
     def __len__(self) -> int:
-        """Return n."""
         return len(self.unit)
 
 
@@ -116,10 +102,11 @@ class UnitQueue:
         self._next = start.window
         self._ended = False
         self._num_empty = 0
+        self.left_out: tuple[Dropped, ...] = ()
+        """What the stream ends without: no step is left that could tell it."""
         self._windows: deque[tuple[Window, Ints]] = deque()
         """Planned windows, and the numbers of their units that are left, ascending."""
-        self._cursor: Cursor | None = None
-        """Since nothing was taken: steps ask for it at both of their ends."""
+        self._cursor: Cursor | None = None  # since nothing was taken: steps ask for it at both of their ends
 
     def cursor(self) -> Cursor:
         """Return where the stream stands; what was delivered is left as it was at the start."""
@@ -129,7 +116,7 @@ class UnitQueue:
                 window=first.start if first else self._next,
                 done=self._done(),
                 window_digest=first.digest if first else None,
-                # A step of another shape may have reached farther than this queue has.
+                # a step of another shape may have reached farther than this queue has.
                 planned=max(self._next.number, self._reported),
                 terms=self._start.terms,
                 delivered=self._start.delivered,
@@ -141,12 +128,20 @@ class UnitQueue:
         return self._windows[0][0] if self._windows or self._pull() else None
 
     def discard(self, done: Flags) -> None:
-        """Take out units that were delivered before: `done[k]` stands for the k-th unit from here on."""
+        """Take out units that were delivered before: `done[k]` stands for the k-th unit from here on.
+
+        Raises:
+            StateError: There are no such units: the first window has none left, or the stream has ended, or windows
+                were not planned so far.
+        """
         begin = 0
+        first = self.peek() if len(done) else None
+        if first is not None and done[: first.num_units].all() and len(done) >= first.num_units:
+            raise StateError(_no_such_units(len(done), first.start.number))
         kept: deque[tuple[Window, Ints]] = deque()
         while begin < len(done):
-            if not self._windows and not self._pull():
-                break
+            if (not self._windows and not self._pull()) or self._windows[0][0].start.number >= self._start.planned:
+                raise StateError(_no_such_units(len(done), self._start.window.number))
             window, left = self._windows.popleft()
             keep = np.ones(len(left), dtype=bool)
             flags = done[begin : begin + len(left)]
@@ -179,10 +174,8 @@ class UnitQueue:
             count -= len(parts[-1][1])
         self._drop_finished()
         if not any(len(units) for _, units in parts):
-            for note in (note for window, _ in parts for note in window.dropped):
-                logger.warning(
-                    "%s is left out at the end of the stream: %s (%d tokens)", note.ref, note.reason, note.tokens
-                )
+            self.left_out += tuple(note for window, _ in parts for note in window.dropped)
+            _tell_left_out(self.left_out)
             return None
         dropped: tuple[Dropped, ...] = ()
         for window, _ in parts:
@@ -193,10 +186,6 @@ class UnitQueue:
 
     def _done(self) -> Flags:
         """Return which units of the planned windows are delivered, up to the last delivered one."""
-        if len(self._windows) == 1:  # almost always, with its first units gone
-            window, left = self._windows[0]
-            if len(left) and window.num_units - len(left) == left[0]:
-                return np.ones(left[0], dtype=bool)
         flags = np.ones(sum(window.num_units for window, _ in self._windows), dtype=bool)
         begin = 0
         for window, left in self._windows:
@@ -226,6 +215,13 @@ class UnitQueue:
             self._windows.popleft()
 
 
+def _no_such_units(count: int, window: int) -> str:
+    return (
+        f"The state names {count} units of window {window} and those behind it as delivered, and the plan has no such "
+        f"units there, so its place in the stream is unknown. Use an older checkpoint, or start without a state."
+    )
+
+
 def _table(parts: list[tuple[Window, Ints]], dropped: tuple[Dropped, ...]) -> UnitTable:
     def join(columns: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
         return columns[0] if len(columns) == 1 else np.concatenate(columns)
@@ -238,6 +234,21 @@ def _table(parts: list[tuple[Window, Ints]], dropped: tuple[Dropped, ...]) -> Un
         dropped=dropped,
         **{
             name: join([getattr(window, name)[units] for window, units in parts])
-            for name in ("tokens", "llm", "vit", "labels", "hashes")
+            for name in ("tokens", "llm", "vit", "decode", "labels", "hashes")
         },
     )
+
+
+def _tell_left_out(notes: Sequence[Dropped]) -> None:
+    """Tell in one line what the stream ends without: no step is left in whose ledger it could stand."""
+    if notes:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(note.reason for note in notes).items())
+        longest = max(notes, key=lambda note: note.tokens)
+        logger.warning(
+            "%d samples are left out at the end of the stream (%s): the longest is %s with %d tokens; raise pack_size "
+            "or max_length to train on them",
+            len(notes),
+            reasons,
+            longest.ref,
+            longest.tokens,
+        )

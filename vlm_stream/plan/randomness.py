@@ -9,19 +9,12 @@ records at conversion). It does not cover choices outside the plan: shares of ra
 bad samples in collation, and the jitter of retries draw by themselves.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 from numpy.random import Philox
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-__all__ = ["Key", "mix64", "permutation", "words"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +35,6 @@ class Key:
 
 
 def words(key: Key, count: int) -> npt.NDArray[np.uint64]:
-    """Return `count` random 64-bit words of that key."""
     philox = Philox(key=np.frombuffer(key.digest(), dtype="<u8").astype(np.uint64))
     return np.asarray(philox.random_raw(count), dtype=np.uint64)
 

@@ -10,27 +10,18 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from vlm_stream.errors import InputError
 from vlm_stream.plan.pack import packs_lower_bound
-from vlm_stream.plan.values import PackConfig, Ref, take_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from vlm_stream.plan.planner import Planner
-    from vlm_stream.plan.steps import Horizon, Step
-    from vlm_stream.plan.values import StepShape
-
-    Ints = npt.NDArray[np.int64]
-
-__all__ = ["PlanReport", "PlannedSample", "find_samples", "plan_report", "samples_of_step", "step_at"]
+from vlm_stream.plan.planner import Planner
+from vlm_stream.plan.steps import Horizon, Step
+from vlm_stream.plan.values import Dropped, Ints, PackConfig, Ref, StepShape, take_rows
 
 _MAX_COUNTED = 100_000  # samples whose requests are counted; they stand for the rest
 
@@ -60,6 +51,8 @@ class PlanReport:
     llm_imbalance_step: float
     vit_imbalance_step: float
     total_imbalance_step: float
+    decode_imbalance_step: float | None
+    """Of decoding videos; None: its cost is not known of any."""
     llm_imbalance_micro: float
     vit_imbalance_micro: float
     total_imbalance_micro: float
@@ -83,7 +76,6 @@ class PlanReport:
     bytes_per_sample: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
         return asdict(self)
 
 
@@ -109,21 +101,24 @@ class _Tally:
     def add(self, step: Step) -> None:
         table, numbers = step.table, step.numbers()  # [micro, rank, row]
         real = numbers >= 0
-        llm, vit, tokens = (np.where(real, column[numbers], 0) for column in (table.llm, table.vit, table.tokens))
+        columns = (table.llm, table.vit, table.decode, table.tokens)
+        llm, vit, decode, tokens = (np.where(real, column[numbers], 0) for column in columns)
         self.sums.update(steps=1, units=int(real.sum()), fillers=int((~real).sum()), tokens=int(tokens.sum()))
         self._slots(tokens, real)
-        self._imbalance(llm.sum(axis=2), vit.sum(axis=2))
+        self._imbalance(llm.sum(axis=2), vit.sum(axis=2), decode.sum(axis=2))
         self._samples(step, numbers[real])
         self._requests(step)
         fresh = [window for window in table.windows if window.start.number not in self.windows]
         self.windows.update(window.start.number for window in fresh)
         for window in fresh:
             self._window(window.samples.refs)
-        for note in step.dropped:
-            self.dropped[note.ref.source, note.reason] += 1
+        self.drop(step.dropped)
         if fresh or not self.sums["steps"] % 64:  # what is carried, the bulk of a state, changes with the window
             middle = max(step.micro_begin, (step.shape.micro_batches - 1) // 2)
             self.state_bytes = max(self.state_bytes, *(len(json.dumps(step.state_after(m))) for m in (middle, None)))
+
+    def drop(self, notes: Sequence[Dropped]) -> None:
+        self.dropped.update((note.ref.source, note.reason) for note in notes)
 
     def _slots(self, tokens: Ints, real: npt.NDArray[np.bool_]) -> None:
         mode = self.planner.config.mode
@@ -132,8 +127,8 @@ class _Tally:
         else:
             self.sums["slots"] += int(tokens.max(axis=2).sum()) * tokens.shape[2]
 
-    def _imbalance(self, llm: Ints, vit: Ints) -> None:
-        for name, load in (("llm", llm), ("vit", vit), ("total", llm + vit)):  # [micro, rank]
+    def _imbalance(self, llm: Ints, vit: Ints, decode: Ints) -> None:
+        for name, load in (("llm", llm), ("vit", vit), ("total", llm + vit), ("decode", decode)):  # [micro, rank]
             if load.any():
                 step = load.sum(axis=0)
                 self.mean(f"{name}_step", step.max() / step.mean())
@@ -185,19 +180,17 @@ def plan_report(
 ) -> PlanReport:
     """Run through a plan, or its first `max_steps` steps, and add it up.
 
-    Args:
-        planner: The plan.
-        shape: How its steps are cut.
-        max_steps: How many of them to look at; None: all.
-        count_requests: Returns the requests, and their bytes, for the samples of one micro-batch of one rank.
+    `count_requests` returns the requests, and their bytes, for the samples of one micro-batch of one rank.
     """
     tally = _Tally(planner, count_requests)
     complete = True
-    for step in planner.steps(shape):
+    left_out: list[Dropped] = []
+    for step in planner.steps(shape, left_out=left_out):
         if max_steps is not None and tally.sums["steps"] >= max_steps:
             complete = False
             break
         tally.add(step)
+    tally.drop(left_out)
     return _report(planner, shape, tally, complete=complete)
 
 
@@ -231,12 +224,12 @@ def _report(planner: Planner, shape: StepShape, tally: _Tally, *, complete: bool
         samples=sums["samples"],
         tokens=sums["tokens"],
         fillers=sums["fillers"],
-        llm_imbalance_step=mean.get("llm_step", 1.0),
-        vit_imbalance_step=mean.get("vit_step", 1.0),
-        total_imbalance_step=mean.get("total_step", 1.0),
-        llm_imbalance_micro=mean.get("llm_micro", 1.0),
-        vit_imbalance_micro=mean.get("vit_micro", 1.0),
-        total_imbalance_micro=mean.get("total_micro", 1.0),
+        **{
+            f"{cost}_imbalance_{span}": mean.get(f"{cost}_{span}", 1.0)
+            for cost in ("llm", "vit", "total")
+            for span in ("step", "micro")
+        },
+        decode_imbalance_step=mean.get("decode_step"),
         tokens_by_source={name: tally.sources["tokens"][i] for i, name in enumerate(names)},
         samples_by_source={name: tally.sources["samples"][i] for i, name in enumerate(names)},
         dropped=dict(by_reason),
@@ -276,10 +269,8 @@ class PlannedSample(NamedTuple):
     step: int
     rank: int
     micro: int
-    row: int
-    """Row of the micro-batch: a pack, a group or a sample."""
-    place: int
-    """Place within the row."""
+    row: int  # row of the micro-batch: a pack, a group or a sample
+    place: int  # place within the row
     tokens: int
     ref: Ref
 

@@ -5,29 +5,18 @@ difference. Weights, stop rule, epochs, world size, batch size and worker count 
 to be allowed by name, and then the window that was open is planned again from its start, so that nothing is missed.
 """
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vlm_stream.errors import ConfigError, StateError, nearest_name
-from vlm_stream.plan.order import concatenate
+from vlm_stream.plan.order import Samples, SourceStream, concatenate
 from vlm_stream.plan.queue import Cursor
-from vlm_stream.plan.state import USUAL
+from vlm_stream.plan.state import USUAL, Fingerprints, State
 from vlm_stream.plan.units import sort_carried
-from vlm_stream.plan.window import WindowStart
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from vlm_stream.plan.order import Samples, SourceStream
-    from vlm_stream.plan.state import Fingerprints, State
-    from vlm_stream.plan.window import Terms
-
-__all__ = ["OVERRIDES", "resume"]
+from vlm_stream.plan.window import Terms, WindowStart
 
 logger = logging.getLogger(__name__)
 

@@ -8,35 +8,24 @@ Carried samples are written as positions of their sources, counted back from the
 before, so their distances are small numbers. A source's samples of one age lie in front of all its older ones.
 """
 
-from __future__ import annotations
-
 import base64
 import itertools
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from vlm_stream.errors import ConfigError, StateError
-from vlm_stream.plan.queue import Begun, Delivered
-from vlm_stream.plan.values import BalanceConfig, CostConfig, StepShape
-from vlm_stream.plan.window import Terms
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-
-    from vlm_stream.plan.queue import Cursor
-    from vlm_stream.plan.window import WindowStart
-
-    Ints = npt.NDArray[np.int64]
-
-__all__ = ["USUAL", "Fingerprints", "State", "read_state", "write_state"]
+from vlm_stream.plan.queue import Begun, Cursor, Delivered
+from vlm_stream.plan.values import BalanceConfig, CostConfig, Ints, StepShape
+from vlm_stream.plan.window import Terms, WindowStart
 
 VERSION = 4
 _MAX_UNITS = 1 << 26  # units of the open windows
 _MAX_CARRY = 1 << 20  # carried samples
+_MAX_AHEAD = 1 << 20  # windows that are planned ahead of the open one
 _MAX_LOW_BITS = 40  # of a distance
 
 # A state is small because usual values are left out. They belong to the version of the format: other defaults of the
@@ -58,10 +47,8 @@ _USUAL_COSTS: Final = [1.0, 1.4e-5, 0.09, 1.5e-6]
 class Fingerprints:
     """What a state must find again."""
 
-    sources: tuple[tuple[str, str, int], ...]
-    """Name, digest and epoch length of each."""
-    plan: dict[str, Any]
-    """Settings of the unit stream, without those that have their `USUAL` value."""
+    sources: tuple[tuple[str, str, int], ...]  # name, digest and epoch length of each
+    plan: dict[str, Any]  # settings of the unit stream, without those that have their `USUAL` value
     geometry: str
     text: str
 
@@ -72,10 +59,8 @@ class State:
 
     window: int
     draw: int
-    positions: dict[str, int]
-    """Samples drawn from each source, over all epochs."""
-    carry: Ints
-    """[c, 3] Source (as counted in `positions`), distance back from its position, age."""
+    positions: dict[str, int]  # samples drawn from each source, over all epochs
+    carry: Ints  # [c, 3] Source (as counted in `positions`), distance back from its position, age
     done: npt.NDArray[np.bool_]
     window_digest: str | None
     planned: int
@@ -86,7 +71,6 @@ class State:
 
 
 def write_state(cursor: Cursor, fingerprints: Fingerprints) -> dict[str, Any]:
-    """Return the state as JSON values."""
     done, window, delivered = cursor.done, cursor.window, cursor.delivered
     prefix = int(np.argmin(done)) if not done.all() else len(done)
     names = tuple(name for name, _, _ in fingerprints.sources)
@@ -209,7 +193,7 @@ def read_state(state: Any) -> State:
         )
     try:
         return _read(state)
-    except (KeyError, TypeError, ValueError, ConfigError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, ConfigError) as error:
         raise StateError(
             f"The state is damaged ({type(error).__name__}: {error}), so its place in the stream is unknown. "
             f"Use an older checkpoint, or start without a state."
@@ -263,7 +247,7 @@ def _read(state: dict[str, Any]) -> State:
         carry=unpack_carry(counts, _text("carry", distances)),
         done=_read_done(state),
         window_digest=None if window_digest is None else _text("digest", window_digest),
-        planned=_count("planned", state["planned"]),
+        planned=_count("planned", state["planned"], window + _MAX_AHEAD, window),
         terms=terms,
         begun=_read_begun(_items("begun", state["begun"])) if "begun" in state else None,
         delivered=Delivered(

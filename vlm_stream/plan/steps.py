@@ -5,32 +5,20 @@ cursor before the first, with the shape that they were assigned for and how much
 again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vlm_stream.plan.balance import assign
-from vlm_stream.plan.queue import Begun, Delivered
-from vlm_stream.plan.values import Ref, take_rows
+from vlm_stream.plan.queue import Begun, Cursor, Delivered, UnitQueue, UnitTable
+from vlm_stream.plan.values import BalanceConfig, Dropped, Ints, Ref, RowPolicy, StepShape, take_rows
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import numpy.typing as npt
-
-    from vlm_stream.plan.queue import Cursor, UnitQueue, UnitTable
-    from vlm_stream.plan.values import BalanceConfig, Dropped, RowPolicy, StepShape
-
-    Ints = npt.NDArray[np.int64]
-    Encode = Callable[[Cursor], dict[str, Any]]
-
-__all__ = ["Horizon", "Step", "next_horizon", "steps_of"]
+Encode = Callable[[Cursor], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +53,7 @@ def next_horizon(queue: UnitQueue, shape: StepShape, balance: BalanceConfig, pol
     digest = before.window_digest
     if digest is None and first.start.number == before.window.number:
         digest = first.digest
-    # A state inside the horizon has to find the windows again that were planned for it.
+    # a state inside the horizon has to find the windows again that were planned for it.
     before = replace(before, planned=after.planned, window_digest=digest)
     return Horizon(table=table, shape=shape, balance=balance, policy=policy, before=before, after=after)
 
@@ -85,8 +73,7 @@ class Step:
         self.index = delivered[0].steps
         """Number of the step since the start of the run; goes on over a resume. What is left of a step that was
         interrupted and assigned again for another shape begins with that step's number."""
-        self.epoch = epoch
-        """Epoch of the mixture in which the step's first unit was drawn."""
+        self.epoch = epoch  # epoch of the mixture in which the step's first unit was drawn
         self.micro_begin = horizon.shape.micro_batches - (len(delivered) - 1)
         """First micro-step that is still to be delivered: above 0 only right after a resume inside a step."""
         self.dropped: tuple[Dropped, ...] = horizon.table.dropped if number == 0 else ()
@@ -94,7 +81,6 @@ class Step:
 
     @property
     def shape(self) -> StepShape:
-        """Return the shape that the step was assigned for."""
         return self._horizon.shape
 
     @property
@@ -111,7 +97,6 @@ class Step:
         return _refs_at(self.table, self._grid[micro, rank])
 
     def tokens(self, rank: int, micro: int) -> int:
-        """Return how many tokens the rows of one micro-batch hold."""
         numbers = self._grid[micro, rank]
         return int(self.table.tokens[numbers[numbers >= 0]].sum())
 

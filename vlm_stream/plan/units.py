@@ -8,34 +8,25 @@ Grouped by count, the unit stays the single sample: a micro-batch is any number 
 change at a resume. Only a budget of padded tokens makes the group itself the unit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from vlm_stream.plan.order import Samples
-from vlm_stream.plan.pack import argsort_small, best_fit_decreasing
+from vlm_stream.plan.pack import best_fit_decreasing
 from vlm_stream.plan.randomness import Key, permutation
-from vlm_stream.plan.values import Dropped, GroupConfig, PackConfig, PlainConfig, Ref, take_rows
+from vlm_stream.plan.values import Dropped, GroupConfig, Ints, PackConfig, PlainConfig, Ref, take_rows
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Ints = npt.NDArray[np.int64]
-    Mode = PackConfig | GroupConfig | PlainConfig
-
-__all__ = ["Cut", "budget_groups", "cut_units", "permute_chunks", "sort_carried"]
+Mode = PackConfig | GroupConfig | PlainConfig
 
 # Part of the stream: other values change the order of samples. Tests make them smaller.
 CHUNK_UNITS: Final = 256
 """Grouped units that are neighbours in length and stay together: at least the units of a step, or its ranks meet two
 lengths. It does not follow the world size."""
-CARRY_SAMPLES: Final = 512
-"""Most samples that under-filled packs give back to the next window."""
-CARRY_WINDOWS: Final = 4
-"""Windows through which one sample may be carried."""
+CARRY_SAMPLES: Final = 512  # most samples that under-filled packs give back to the next window
+CARRY_WINDOWS: Final = 4  # windows through which one sample may be carried
 
 _FULL = 0.995  # a pack at least this full is never given back: another round could gain next to nothing
 
@@ -44,12 +35,9 @@ _FULL = 0.995  # a pack at least this full is never given back: another round co
 class Cut:
     """What became of a window's samples."""
 
-    samples: Samples
-    """[n] Those in units, unit after unit."""
-    splits: Ints
-    """[units + 1] Unit u owns the samples `splits[u]:splits[u + 1]`."""
-    carry: Samples
-    """Those given back, one window older."""
+    samples: Samples  # [n] Those in units, unit after unit
+    splits: Ints  # [units + 1] Unit u owns the samples `splits[u]:splits[u + 1]`
+    carry: Samples  # those given back, one window older
     dropped: tuple[Dropped, ...]
 
 
@@ -70,7 +58,8 @@ def cut_units(samples: Samples, mode: Mode, key: Key | None, *, last: bool) -> C
         carry = _older(samples.pick(np.arange(splits[num_full], len(samples))))
         splits = splits[: num_full + 1]
     order = permute_chunks(len(splits) - 1, CHUNK_UNITS, key)
-    return _reorder(samples, splits, order, carry, dropped)
+    members, splits = take_rows(splits, order)
+    return Cut(samples=samples.pick(members), splits=splits, carry=carry, dropped=dropped)
 
 
 def _packs(samples: Samples, mode: PackConfig, key: Key | None, *, last: bool) -> Cut:
@@ -96,7 +85,7 @@ def _packs(samples: Samples, mode: PackConfig, key: Key | None, *, last: bool) -
     place[kept] = np.arange(len(kept))
     place[given_back] = len(kept)
     where = place[packs]  # [n]
-    members = argsort_small(where, len(kept))
+    members = np.argsort(where, kind="stable")
     splits = np.concatenate([[0], np.cumsum(np.bincount(where, minlength=len(kept))[: len(kept)])])
     carry = _older(samples.pick(members[splits[-1] :]))
     members = members[: splits[-1]]
@@ -129,12 +118,6 @@ def sort_carried(samples: Samples) -> Samples:
     return samples.pick(np.lexsort((samples.position, samples.age, refs[:, 2], refs[:, 1], refs[:, 0])))
 
 
-def _reorder(samples: Samples, splits: Ints, order: Ints, carry: Samples, dropped: tuple[Dropped, ...]) -> Cut:
-    """Put units into another order."""
-    members, splits = take_rows(splits, order)
-    return Cut(samples=samples.pick(members), splits=splits, carry=carry, dropped=dropped)
-
-
 def _fit(
     samples: Samples, *, max_tokens: int | None, max_vision: int | None, rule: str
 ) -> tuple[Samples, tuple[Dropped, ...]]:
@@ -150,7 +133,7 @@ def _fit(
     notes += _notes(samples, gone & wide, "too_much_vision")
     notes += _notes(samples, gone & ~wide, "too_long")
     if rule == "truncate":
-        # A carried sample was named when it first came.
+        # a carried sample was named when it first came.
         notes += _notes(samples, long & ~wide & (samples.age == 0), "truncated")
         if long.any():  # how many labels are cut off is not known here
             tokens, labels = np.minimum(samples.tokens, max_tokens or 0), np.where(long, -1, samples.labels)

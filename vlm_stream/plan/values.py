@@ -6,47 +6,22 @@ Enters: `SourceSpec` (shard sizes of a manifest), `SampleColumns` (costs of samp
 (`PackConfig`, `GroupConfig` or `PlainConfig`), `BalanceConfig` with `CostConfig`. Nothing here knows files or tensors.
 """
 
-from __future__ import annotations
-
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from vlm_stream.errors import ConfigError, nearest_name
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy.typing as npt
-
-    Ints = npt.NDArray[np.int64]
-
-__all__ = [
-    "BalanceConfig",
-    "ColumnReader",
-    "CostConfig",
-    "Dropped",
-    "GroupConfig",
-    "MixtureConfig",
-    "OrderConfig",
-    "PackConfig",
-    "PlainConfig",
-    "PlanConfig",
-    "Ref",
-    "RowPolicy",
-    "SampleColumns",
-    "SourceSpec",
-    "StepShape",
-    "take_rows",
-]
+Ints = npt.NDArray[np.int64]
 
 _WEIGH_BY = ("samples", "size", "tokens")
 _STOP = ("all", "each", "first", "never")
 _BARRIERS = ("micro", "none", "step")
 _LONG = ("drop", "raise", "truncate")
-_UNITS_PER_TOKEN: Final = 1024.0
-"""Resolution of costs as whole numbers: one text token costs this much."""
+_UNITS_PER_TOKEN: Final = 1024.0  # resolution of costs as whole numbers: one text token costs this much
 
 RowPolicy: TypeAlias = Literal["free", "sorted", "stream"]
 """Which units may share a micro-batch: any (packs), neighbours in length (grouped samples: others would add padding),
@@ -65,20 +40,35 @@ class Ref(NamedTuple):
 class SampleColumns:
     """What the plan must know of n samples, of one shard or of several one after the other."""
 
-    tokens: npt.NDArray[np.int64]
-    """[n] Length in tokens, media included."""
-    vision_tokens: npt.NDArray[np.int64]
-    """[n] How many of the tokens stand for images and videos."""
-    vision_patches: npt.NDArray[np.int64]
-    """[n] Patches that enter the vision tower."""
-    vision_squares: npt.NDArray[np.float64]
-    """[n] Sum over images of patches squared."""
-    labels: npt.NDArray[np.int64]
-    """[n] Tokens that are learned; -1: unknown."""
+    tokens: npt.NDArray[np.int64]  # [n] Length in tokens, media included
+    vision_tokens: npt.NDArray[np.int64]  # [n] How many of the tokens stand for images and videos
+    vision_patches: npt.NDArray[np.int64]  # [n] Patches that enter the vision tower
+    vision_squares: npt.NDArray[np.float64]  # [n] Sum over images of patches squared
+    labels: npt.NDArray[np.int64]  # [n] Tokens that are learned; -1: unknown
+    decode: npt.NDArray[np.int64] | None = None  # [n] What decoding its videos costs; 0: not known. None: of none
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def pick(self, rows: Ints) -> "SampleColumns":
+        """Return some of the samples, in ascending order of their rows."""
+        columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        picked: dict[str, Any] = {name: None if each is None else each[rows] for name, each in columns.items()}
+        return SampleColumns(**picked)
 
 
-ColumnReader: TypeAlias = "Callable[[int, Sequence[int]], SampleColumns]"
-"""`read(source, shards)` returns the columns of these shards, one after the other; called only for shards in use."""
+class Countable(Protocol):
+    """Samples of some shards whose columns are counted when they are asked for."""
+
+    def __len__(self) -> int:
+        """Return how many samples there are."""
+
+    def pick(self, rows: Ints) -> SampleColumns:
+        """Return the columns of some samples, in ascending order of their rows."""
+
+
+ColumnReader: TypeAlias = Callable[[int, Sequence[int]], Countable]
+"""`read(source, shards)` returns the samples of these shards, one after the other; called only for shards in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +88,6 @@ class SourceSpec:
     num_samples: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Add the shards up; refuse numbers that no order can have."""
         if not (0 <= self.sample_ratio < float("inf") and 0 < self.tokens_per_sample < float("inf")):
             raise ConfigError(
                 f"Source '{self.name}' has sample_ratio={self.sample_ratio} and "
@@ -112,8 +101,7 @@ class Dropped:
     """A sample that the plan left out or shortened, and why."""
 
     ref: Ref
-    reason: str
-    """`too_long`, `too_much_vision` or `truncated`: the last one is delivered, cut to the limit."""
+    reason: str  # `too_long`, `too_much_vision` or `truncated`: the last one is delivered, cut to the limit
     tokens: int
     vision_tokens: int
 
@@ -128,7 +116,6 @@ class OrderConfig:
     """Neighbouring samples that stay together. More: fewer requests to the store, a worse mix."""
 
     def __post_init__(self) -> None:
-        """Refuse what no order can have."""
         _check_least(self, "group_shards", "run_length")
 
 
@@ -144,7 +131,6 @@ class MixtureConfig:
     into further epochs meanwhile); when `each` has, exactly (shorter ones leave the mixture); or `never`."""
 
     def __post_init__(self) -> None:
-        """Refuse unknown rules."""
         _check_choice("weigh_by", self.weigh_by, _WEIGH_BY)
         _check_choice("stop", self.stop, _STOP)
 
@@ -166,16 +152,20 @@ class PackConfig:
     """Each sample is padded to a multiple of this (context parallelism wants 2 x its size)."""
 
     def __post_init__(self) -> None:
-        """Refuse rows that can hold nothing."""
         if self.pack_size < 1 or self.alignment < 1 or self.pack_size % self.alignment:
             raise ConfigError(
                 f"pack_size={self.pack_size} with alignment={self.alignment} gives rows that cannot be cut evenly. "
                 f"Give a pack_size that is a positive multiple of the alignment."
             )
-        if not 0 < self.packing_ratio <= 1 or self.capacity < 1:
+        if not 0 < self.packing_ratio <= 1:  # NaN neither
+            raise ConfigError(
+                f"packing_ratio={self.packing_ratio} is no share of a row that samples can fill. Give a ratio above 0, "
+                f"at most 1."
+            )
+        if self.capacity < 1:
             raise ConfigError(
                 f"packing_ratio={self.packing_ratio} leaves a capacity of {self.capacity} tokens in a row of "
-                f"{self.pack_size}; nothing fits. Give a ratio above 0, at most 1."
+                f"{self.pack_size}; nothing fits. Give a greater ratio."
             )
         _check_choice("long_samples", self.long_samples, _LONG)
         _check_least(self, "vision_size")
@@ -190,13 +180,10 @@ class PackConfig:
 class PlainConfig:
     """Single samples in the order of the mixture."""
 
-    max_tokens: int | None = None
-    """Longest sample that is delivered."""
-    long_samples: str = "drop"
-    """What happens to longer ones: `drop`, `truncate` or `raise`."""
+    max_tokens: int | None = None  # longest sample that is delivered
+    long_samples: str = "drop"  # what happens to longer ones: `drop`, `truncate` or `raise`
 
     def __post_init__(self) -> None:
-        """Refuse unknown rules."""
         _check_choice("long_samples", self.long_samples, _LONG)
         _check_least(self, "max_tokens")
 
@@ -213,7 +200,6 @@ class GroupConfig:
     """What happens to longer ones: `drop`, `truncate` or `raise`."""
 
     def __post_init__(self) -> None:
-        """Refuse groups that can hold nothing."""
         _check_choice("long_samples", self.long_samples, _LONG)
         _check_least(self, "token_budget", "max_tokens")
         if self.token_budget is not None:
@@ -234,7 +220,6 @@ class CostConfig:
     vit_square: float = 1.5e-6
 
     def __post_init__(self) -> None:
-        """Refuse costs that are negative or nothing at all."""
         values = (self.llm_linear, self.llm_square, self.vit_linear, self.vit_square)
         if any(not np.isfinite(v) or v < 0 for v in values) or not any(values):
             raise ConfigError(
@@ -262,7 +247,6 @@ class BalanceConfig:
     costs: CostConfig = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
-        """Refuse unknown barriers."""
         _check_choice("barrier", self.barrier, _BARRIERS)
         _check_least(self, "horizon")
 
@@ -289,7 +273,6 @@ class PlanConfig:
     """Fingerprint of tokenizer and chat template; a state with another one is refused. Empty: not known."""
 
     def __post_init__(self) -> None:
-        """Refuse windows and epochs that hold nothing."""
         _check_least(self, "window", "epochs")
 
     @property
@@ -321,13 +304,10 @@ class StepShape:
     """How steps are cut from the unit stream: the only place that knows the world size. May change at any resume."""
 
     world_size: int = 1
-    micro_batches: int = 1
-    """Micro-batches that each rank accumulates in one step."""
-    batch_size: int = 1
-    """Units in one micro-batch: packs as rows, or single samples."""
+    micro_batches: int = 1  # micro-batches that each rank accumulates in one step
+    batch_size: int = 1  # units in one micro-batch: packs as rows, or single samples
 
     def __post_init__(self) -> None:
-        """Refuse steps that hold nothing."""
         _check_least(self, "world_size", "micro_batches", "batch_size")
 
     @property

@@ -4,14 +4,14 @@ Enters: the start of a window, and the mixture's terms. Leaves: that window's un
 is a pure function of the two: any process can plan any window whose start it has. No world size here.
 """
 
-from __future__ import annotations
-
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from vlm_stream.errors import ConfigError
 from vlm_stream.plan.balance import llm_cost
@@ -19,44 +19,27 @@ from vlm_stream.plan.mixture import draw
 from vlm_stream.plan.order import Samples, SourceStream, concatenate
 from vlm_stream.plan.randomness import Key, mix64
 from vlm_stream.plan.units import cut_units
-from vlm_stream.plan.values import PackConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-
-    from vlm_stream.plan.values import Dropped, PlanConfig
-
-    Ints = npt.NDArray[np.int64]
+from vlm_stream.plan.values import Dropped, Ints, PackConfig, PlanConfig
 
 _UNKNOWN: Final = -(1 << 40)
-
-__all__ = ["Terms", "Window", "WindowStart", "epoch_at", "plan_window"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WindowStart:
     """What a window is planned from."""
 
-    number: int
-    """Windows before this one."""
-    draw: int
-    """Draws before it."""
-    positions: tuple[int, ...]
-    """Samples drawn from each source before it, over all epochs."""
-    carry: Samples
-    """Samples that earlier windows gave back."""
+    number: int  # windows before this one
+    draw: int  # draws before it
+    positions: tuple[int, ...]  # samples drawn from each source before it, over all epochs
+    carry: Samples  # samples that earlier windows gave back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """The part of the config that may change at a resume; a window keeps the terms under which it was drawn."""
 
-    first_window: int = 0
-    """The first window that is drawn under these terms."""
-    names: tuple[str, ...]
-    """Sources, in the order in which the draw knows them."""
+    first_window: int = 0  # the first window that is drawn under these terms
+    names: tuple[str, ...]  # sources, in the order in which the draw knows them
     shares: tuple[float, ...]
     stop: str
     epochs: int | None
@@ -68,23 +51,16 @@ class Window:
 
     start: WindowStart
     after: WindowStart
-    samples: Samples
-    """[n] Unit after unit."""
-    splits: Ints
-    """[u + 1]"""
-    tokens: Ints
-    """[u]"""
-    llm: Ints
-    """[u] Cost in the language model."""
-    vit: Ints
-    """[u] Cost in the vision tower."""
-    labels: Ints
-    """[u] Tokens that are learned; below 0: unknown for one of the samples at least."""
-    hashes: npt.NDArray[np.uint64]
-    """[u] Of the refs in each unit."""
+    samples: Samples  # [n] Unit after unit
+    splits: Ints  # [u + 1]
+    tokens: Ints  # [u]
+    llm: Ints  # [u] Cost in the language model
+    vit: Ints  # [u] Cost in the vision tower
+    decode: Ints  # [u] Cost of decoding videos; 0 where it is not known
+    labels: Ints  # [u] Tokens that are learned; below 0: unknown for one of the samples at least
+    hashes: npt.NDArray[np.uint64]  # [u] Of the refs in each unit
     dropped: tuple[Dropped, ...]
-    is_last: bool
-    """The stream ends with it: the step that takes its last unit is filled up."""
+    is_last: bool  # the stream ends with it: the step that takes its last unit is filled up
 
     @cached_property
     def digest(self) -> str:
@@ -93,7 +69,6 @@ class Window:
 
     @property
     def num_units(self) -> int:
-        """Return u."""
         return len(self.tokens)
 
 
@@ -134,6 +109,7 @@ def plan_window(start: WindowStart, streams: Sequence[SourceStream], config: Pla
         tokens=_sums(members.tokens, splits),
         llm=_sums(llm_cost(members.tokens, config.balance.costs), splits),
         vit=_sums(members.vit, splits),
+        decode=_sums(members.decode, splits),
         # So far below 0 that no number of labels makes up for it.
         labels=_sums(np.where(members.labels < 0, _UNKNOWN, members.labels), splits),
         hashes=_hash_units(members.refs, splits, [stream.spec.name for stream in streams]),
@@ -180,8 +156,6 @@ def _draw_fresh(
 
 def _sums(values: Ints, splits: Ints) -> Ints:
     """Add up the values of each unit."""
-    if len(splits) == len(values) + 1:  # each is a single sample
-        return values
     totals = np.concatenate([[0], np.cumsum(values)])
     return np.asarray(totals[splits[1:]] - totals[splits[:-1]])
 
@@ -194,8 +168,6 @@ def _hash_units(refs: Ints, splits: Ints, names: Sequence[str]) -> npt.NDArray[n
     )
     word = (refs[:, 1].astype(np.uint64) << np.uint64(32)) ^ refs[:, 2].astype(np.uint64)
     word = mix64(word ^ salts[refs[:, 0]])
-    if len(splits) == len(refs) + 1:  # each is a single sample, at place 0
-        return mix64(word)
     place = np.arange(len(refs)) - np.repeat(splits[:-1], np.diff(splits))
     totals = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mix64(word ^ place.astype(np.uint64)))])
     return np.asarray(totals[splits[1:]] - totals[splits[:-1]])

@@ -17,17 +17,3 @@ from vlm_stream.pp_media.prepare import (
     wrap_vlm_collate_for_pp,
 )
 from vlm_stream.pp_media.stage import pp_chunk_specs, stage_vlm_media_for_pp, take_vlm_media
-
-__all__ = [
-    "VLM_PP_MEDIA_KEY",
-    "MediaCutError",
-    "chunk_step3_media",
-    "chunk_vlm_media",
-    "drop_vlm_media",
-    "microbatch_bounds",
-    "pp_chunk_specs",
-    "prepare_vlm_media_for_pp",
-    "stage_vlm_media_for_pp",
-    "take_vlm_media",
-    "wrap_vlm_collate_for_pp",
-]

@@ -8,21 +8,17 @@ The batch is cut where `torch.distributed.pipelining` cuts it (`tensor_split`: 7
 cut anywhere else reach the micro-batch of another sample.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from vlm_stream.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-Bounds: TypeAlias = "list[tuple[int, int]]"
-Counts: TypeAlias = "torch.Tensor | Sequence[int]"
-Rows: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
+Bounds: TypeAlias = list[tuple[int, int]]
+Counts: TypeAlias = torch.Tensor | Sequence[int]
+Rows: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
 class MediaCutError(ConfigError, ValueError):

@@ -4,8 +4,6 @@ Enters: what a collate function returned. Leaves: that mapping, its media tensor
 mapping of lists. Knows the names under which families emit media, and which of them hold a row per image or per video.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import wraps
 from typing import Any, Final, TypeAlias
@@ -31,6 +29,7 @@ from vlm_stream.pp_media.cut import (
 Batch: TypeAlias = MutableMapping[str, Any]
 
 VLM_PP_MEDIA_KEY: Final = "_vlm_pp_media_chunks"
+"""Key of a prepared batch: its media, as lists with an entry for each micro-batch."""
 _IMAGES, _VIDEOS = keys.PIXEL_KEYS
 
 

@@ -8,19 +8,15 @@ Before each micro-batch the cursor is set to that micro-batch's number, whatever
 micro-batch whose forward read nothing, nor the forward with which a schedule infers shapes, moves the media of others.
 """
 
-from __future__ import annotations
-
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from vlm_stream.keys import PIXEL_KEYS, PIXEL_SPEC_KEY, POSITIONS_KEY
 from vlm_stream.pixels import DEFAULT_DTYPE, finish_pixels
 from vlm_stream.pp_media.prepare import VLM_PP_MEDIA_KEY
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, MutableMapping
 
 _CURSOR: Final = "_vlm_chunk_idx"
 _ALL_CHUNKS: Final = "_vlm_media_chunks"

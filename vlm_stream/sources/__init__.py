@@ -5,17 +5,16 @@ whose records are conversations with the places of their media. This room does n
 know shards.
 
 In the order in which data meets the files: `open_source` decides what the input is and reads meta files, `local_file`
-makes bytes local, `json_file` and `table_file` read raw examples by number, `forms` recognises what they are and
-`sharegpt` maps one to a conversation, `catalog` chooses and deals, `record` is what comes out. Next to that path:
-`meta_dataset` loads into memory; `hf_source` reads HF datasets, which `factories` and `speech` describe and name;
-`mock` makes samples up.
+makes bytes local, `json_file` and `table_file` read raw examples by number, `forms` recognises what they are (or
+`form_hints` says what would) and `sharegpt` maps one to a conversation, `catalog` chooses and deals, `record` is what
+comes out. Next to that path: `meta_dataset` loads into memory; `hf_source` reads HF datasets, which `factories` and
+`speech` describe and name; `mock` makes samples up.
 """
-
-from __future__ import annotations
 
 from vlm_stream.sources.catalog import Catalog, load_json_or_jsonl, load_jsonl_for_rank, rank_share, sample_order
 from vlm_stream.sources.factories import (
     FACTORIES,
+    SHOPIFY_PRODUCT_CATALOGUE_PROMPT,
     json2token,
     make_cord_v2_dataset,
     make_llava_onevision_dataset,
@@ -28,14 +27,14 @@ from vlm_stream.sources.factories import (
     make_unimm_chat_dataset,
     open_factory,
 )
-from vlm_stream.sources.forms import FORMS, Recognised, ShareGptForm, recognise
+from vlm_stream.sources.forms import Recognised, ShareGptForm, held_media, recognise
 from vlm_stream.sources.hf_source import HFSource, MixedSource, load_rows
 from vlm_stream.sources.json_file import DataFile
+from vlm_stream.sources.known_forms import FORMS
 from vlm_stream.sources.meta_dataset import (
     ExamplesWithStats,
     MetaDatasetConfig,
     collect_sample_stats,
-    format_summary,
     make_meta_dataset,
 )
 from vlm_stream.sources.mock import build_mock_vlm_dataset
@@ -43,52 +42,3 @@ from vlm_stream.sources.open_source import open_source
 from vlm_stream.sources.record import Record, RecordSource, SourceGroup
 from vlm_stream.sources.sharegpt import apply_policy, convert_sharegpt_to_conversation, map_sharegpt
 from vlm_stream.sources.speech import make_cv17_dataset
-
-# The names under which NeMo Automodel keeps the same functions.
-_convert_sharegpt_to_conversation = convert_sharegpt_to_conversation
-_load_json_or_jsonl = load_json_or_jsonl
-_load_jsonl_for_rank = load_jsonl_for_rank
-_collect_sample_stats = collect_sample_stats
-_ExamplesWithStats = ExamplesWithStats
-
-__all__ = [
-    "FACTORIES",
-    "FORMS",
-    "Catalog",
-    "DataFile",
-    "ExamplesWithStats",
-    "HFSource",
-    "MetaDatasetConfig",
-    "MixedSource",
-    "Recognised",
-    "Record",
-    "RecordSource",
-    "ShareGptForm",
-    "SourceGroup",
-    "apply_policy",
-    "build_mock_vlm_dataset",
-    "collect_sample_stats",
-    "convert_sharegpt_to_conversation",
-    "format_summary",
-    "json2token",
-    "load_json_or_jsonl",
-    "load_jsonl_for_rank",
-    "load_rows",
-    "make_cord_v2_dataset",
-    "make_cv17_dataset",
-    "make_llava_onevision_dataset",
-    "make_medpix_dataset",
-    "make_meta_dataset",
-    "make_rdr_dataset",
-    "make_sharegpt_dataset",
-    "make_shopify_product_catalogue_dataset",
-    "make_tulu3_dataset",
-    "make_tulu3_magicoder_text_mix_dataset",
-    "make_unimm_chat_dataset",
-    "map_sharegpt",
-    "open_factory",
-    "open_source",
-    "rank_share",
-    "recognise",
-    "sample_order",
-]

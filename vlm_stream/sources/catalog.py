@@ -3,44 +3,37 @@
 A record that cannot be read or mapped raises when it is read, with its place.
 """
 
-from __future__ import annotations
-
 import logging
 import random
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import crc32c
 import numpy as np
 import numpy.typing as npt
 
 from vlm_stream.errors import BadSampleError, SourceError
-from vlm_stream.sources.forms import MEDIA_NAMES, ShareGptForm, recognise
+from vlm_stream.sources.example_media import Mismatch
+from vlm_stream.sources.forms import ShareGptForm, recognise
 from vlm_stream.sources.json_file import DataFile, UnreadableError
+from vlm_stream.sources.known_forms import MEDIA_NAMES
 from vlm_stream.sources.local_file import LocalFile
 from vlm_stream.sources.record import Record
 from vlm_stream.sources.sharegpt import (
     PASSENGER_KEYS,
-    Mismatch,
     OnMismatch,
     apply_policy,
     check_policy,
     convert_example,
 )
 from vlm_stream.sources.table_file import TableFiles
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from vlm_stream.storage import StoreOptions
-
-__all__ = ["Catalog", "FileCache", "Order", "load_json_or_jsonl", "load_jsonl_for_rank", "rank_share", "sample_order"]
+from vlm_stream.storage import StoreOptions
 
 Order: TypeAlias = npt.NDArray[np.int64]
 
 _LOG = logging.getLogger(__name__)
 _SEED = 42
-_NUM_FIRST = 50
-"""Records that are looked at to tell the form."""
+_NUM_FIRST = 50  # records that are looked at to tell the form
 
 
 def sample_order(num_records: int, ratio: float) -> Order | None:
@@ -103,13 +96,11 @@ class FileCache:
         return self._local[path]
 
     def examples(self, path: str) -> DataFile:
-        """Return the examples of a JSON file."""
         if (path,) not in self._opened:
             self._opened[path,] = DataFile(self.local(path))
         return self._opened[path,]  # type: ignore[return-value]
 
     def rows(self, paths: tuple[str, ...]) -> TableFiles:
-        """Return the rows of Parquet and Arrow files."""
         if paths not in self._opened:
             self._opened[paths] = TableFiles(paths, spill_dir=self._spill_dir, store=self.store)
         return self._opened[paths]  # type: ignore[return-value]
@@ -141,18 +132,10 @@ class Catalog:
         on_mismatch: OnMismatch = "drop",
         order: Order | None = None,
     ) -> None:
-        """Recognise the form of `data`, and read it through that.
+        """Recognise the form of a scanned file, and read it through that.
 
-        Args:
-            data: The scanned file.
-            name: What ledgers and shards call this source.
-            columns: What the user says of the columns; the rest is recognised.
-            tags: What the user says of role keys and roles, likewise.
-            media_dir: What relative media paths are joined to.
-            media_first: Whether media that no placeholder shows go before the first user text; as the form has it if
-                None.
-            on_mismatch: What happens to a record that does not map whole.
-            order: Record numbers of the file in the order of this source, with repeats; all of them once if None.
+        What the user says of columns, tags and `media_first` wins over what is recognised. `order` are record numbers
+        of the file, with repeats; without it all of them come once. `name` is what ledgers and shards call this source.
         """
         check_policy(on_mismatch)
         self.name = name
@@ -160,17 +143,16 @@ class Catalog:
         self.order = order
         found = recognise(first_examples(data), columns, tags, media_dir=media_dir, media_first=media_first)
         self.form = found.form if found else ShareGptForm.from_dicts(columns, tags, media_dir, bool(media_first))
-        self.line = found.line if found else ""
-        """What was recognised, for people."""
+        self.line = found.line if found else ""  # what was recognised, for people
         if isinstance(data, TableFiles):
-            media = [self.form.images, self.form.videos, self.form.audios, *sum(MEDIA_NAMES.values(), ())]
-            data = data.reading(dict.fromkeys((*self.form.columns, "id", *PASSENGER_KEYS, *media)))
+            form = self.form
+            media = [form.images, form.videos, form.audios, form.start, form.end, *sum(MEDIA_NAMES.values(), ())]
+            data = data.reading(dict.fromkeys((*self.form.columns, "id", "tools", *PASSENGER_KEYS, *media)))
         self.data = data
         if self.line:
             _LOG.info("%s: %s", name, self.line)
 
     def __len__(self) -> int:
-        """Return the number of records, bad ones included."""
         return len(self.data) if self.order is None else len(self.order)
 
     @property

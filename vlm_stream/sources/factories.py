@@ -3,18 +3,17 @@
 A command line names them `factory:rdr`, `factory:medpix=/data/medpix`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import random
 import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from vlm_stream.conversation import iter_media
+from vlm_stream.conversation import Item, iter_media
 from vlm_stream.errors import BadSampleError, SourceError, nearest_name
 from vlm_stream.sources.forms import ShareGptForm, recognise
 from vlm_stream.sources.hf_source import (
@@ -28,21 +27,15 @@ from vlm_stream.sources.hf_source import (
     text_item,
     turn,
 )
+from vlm_stream.sources.record import RecordSource
 from vlm_stream.sources.sharegpt import MISMATCHES_KEY, OnMismatch, check_policy, convert_example
 from vlm_stream.sources.speech import make_cv17_dataset
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from vlm_stream.conversation import Item
-    from vlm_stream.sources.record import RecordSource
-
-__all__ = ["FACTORIES", "PREFIX", "json2token", "open_factory"]
 
 PREFIX: Final = "factory:"
 _LOG = logging.getLogger(__name__)
 _DESCRIBE: Final = "Describe this image."
-_CATEGORY: Final = "What product category does this item belong to?"
+SHOPIFY_PRODUCT_CATALOGUE_PROMPT: Final = "What product category does this item belong to?"
+"""What the user asks in `make_shopify_product_catalogue_dataset`."""
 _TULU: Final = "allenai/tulu-3-sft-mixture"
 _MAGICODER: Final = "ise-uiuc/Magicoder-OSS-Instruct-75K"
 _ROLES: Final = {"human": "user", "gpt": "assistant"}
@@ -61,11 +54,7 @@ def _factory(
     """Return `make_NAME_dataset` for a dataset with these columns; `convert` and `finish` are those of `HFSource`."""
 
     def make(
-        path_or_dataset: Any = default,
-        split: str = "train",
-        *,
-        limit_dataset_samples: int | None = None,
-        **kwargs: Any,
+        path_or_dataset: Any = default, split: str = "train", *, limit_dataset_samples: int | None = None, **kwargs: Any
     ) -> HFSource:
         rows = load_rows(path_or_dataset, split, columns, limit=limit_dataset_samples, ignored=tuple(kwargs))
         return HFSource(rows, name=name, convert=convert, finish=finish)
@@ -193,7 +182,11 @@ def _about_images(name: str, default: str, image: str, question: str, answer: st
 make_rdr_dataset = _about_images("rdr", "quintend/rdr-items", "image", _DESCRIBE, "text")
 make_medpix_dataset = _about_images("medpix", "medpix-dataset/medpix-dataset", "image_id", "question", "answer")
 make_shopify_product_catalogue_dataset = _about_images(
-    "shopify_product_catalogue", "Shopify/product-catalogue", "product_image", _CATEGORY, "ground_truth_category"
+    "shopify_product_catalogue",
+    "Shopify/product-catalogue",
+    "product_image",
+    SHOPIFY_PRODUCT_CATALOGUE_PROMPT,
+    "ground_truth_category",
 )
 make_unimm_chat_dataset = _factory("unimm_chat", "Yirany/UniMM-Chat", ("image", "conversation"), _unimm)
 make_llava_onevision_dataset = _factory(
@@ -311,7 +304,7 @@ def _up_to_turns(rows: Any, max_turns: int) -> Rows:
     if len(kept) < len(rows):
         _LOG.warning(
             "tulu3: %d of %d dialogues have more than %d turns and are left out.",
-            len(rows) - len(kept), len(rows), max_turns,
+            len(rows) - len(kept), len(rows), max_turns
         )  # fmt: skip
     selected: Rows = rows.select(kept) if hasattr(rows, "select") else [rows[i] for i in kept.tolist()]
     return selected
@@ -338,6 +331,7 @@ FACTORIES: Final[dict[str, Callable[..., Any]]] = {
         make_unimm_chat_dataset,
     )
 }
+"""What `factory:NAME` may name as input of a conversion."""
 
 
 def open_factory(spec: str, **options: Any) -> RecordSource:

@@ -6,35 +6,20 @@ maps a record, and one line for people. Nothing is opened here, and no record is
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from vlm_stream.conversation import MEDIA_TYPES
 from vlm_stream.errors import SourceError, nearest_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-__all__ = ["FORMS", "KnownForm", "Recognised", "ShareGptForm", "as_turns", "held_media", "recognise", "show"]
+from vlm_stream.sources.form_hints import flags_for, keys_of, none_fits, turns_of
+from vlm_stream.sources.known_forms import FORMS, INLINE, INLINE_KINDS, MEDIA_NAMES, ROLE_NAMES, KnownForm
 
 _MAIN: Final[tuple[str, ...]] = ("messages", "prompt", "texts", "text")
 """The columns of which one holds the words: turns, a question, pairs of turns, or a text."""
-MEDIA_NAMES: Final = {
-    "images": ("images", "image", "image_path", "image_paths", "img"),
-    "videos": ("videos", "video", "video_path", "video_paths"),
-    "audios": ("audios", "audio", "audio_path", "audio_paths", "sound"),
-}
-"""How datasets call their media, by our name of the column."""
-_COLUMN_KEYS: Final = (*_MAIN, "completion", "input", "system", *MEDIA_NAMES)
+_COLUMN_KEYS: Final = (*_MAIN, "completion", "input", "history", "system", *MEDIA_NAMES, "start", "end")
 _TAG_KEYS: Final = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag", "tool_tag", "function_tag")
-_ROLE_NAMES: Final = {
-    "user_tag": ("user", "human", "prompter"),
-    "assistant_tag": ("assistant", "gpt", "model", "bot", "chatgpt", "ai"),
-    "system_tag": ("system",),
-    "tool_tag": ("tool", "observation", "function_response"),
-}
-"""Other words for the roles, in lower case."""
 
 
 def show(value: object) -> str:
@@ -51,15 +36,17 @@ class ShareGptForm:
     """How a dataset calls its columns and roles, and where its media lie."""
 
     messages: str = "messages"
-    """Column of the turns; not read where one of the next five is given."""
+    """Column of the turns; not read where one of the next six is given."""
     prompt: str | None = None
     """Column of a question, or of the turns before the answer."""
     completion: str | None = None
     """Column of its answer."""
     input: str | None = None
     """Column of a text that goes after the prompt."""
+    history: str | None = None
+    """Column of pairs `[question, answer]` that go before the prompt."""
     texts: str | None = None
-    """Column of pairs `{"user": ..., "assistant": ...}`."""
+    """Column of pairs `{"user": ..., "assistant": ...}`; their keys are `user_tag` and `assistant_tag`."""
     text: str | None = None
     """Column of plain text, which is learned."""
     system: str | None = None
@@ -67,6 +54,10 @@ class ShareGptForm:
     images: str = "images"
     videos: str = "videos"
     audios: str = "audios"
+    start: str = "start"
+    """Column of the second where a record's videos and sounds begin: a number for all, or a list of them."""
+    end: str = "end"
+    """Column of the second where they end."""
     role_tag: str = "role"
     """Key of a message's role."""
     content_tag: str = "content"
@@ -97,7 +88,7 @@ class ShareGptForm:
             (self.assistant_tag, "assistant"),
             (self.user_tag, "user"),
         )
-        object.__setattr__(self, "roles", {tag: role for tag, role in named if tag is not None})
+        object.__setattr__(self, "roles", {"developer": "system"} | {tag: role for tag, role in named if tag})
 
     @classmethod
     def from_dicts(
@@ -118,75 +109,30 @@ class ShareGptForm:
                     raise SourceError(f"'{key}' in '{what}' is {show(value)}, so it names no field; write a string.")
         return cls(**{**(columns or {}), **(tags or {})}, media_dir=media_dir or None, media_first=media_first)
 
+    def to_dicts(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the two mappings of which `from_dicts` makes this form: what differs from the usual names."""
+        said = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
+        said = {name: value for name, value in said.items() if value != getattr(_USUAL, name)}
+        columns, tags = ({key: said[key] for key in keys if key in said} for keys in (_COLUMN_KEYS, _TAG_KEYS))
+        return columns, tags
+
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the columns that are read, without media."""
         if self.prompt is not None or self.texts is not None or self.text is not None:
-            named = (self.prompt, self.completion, self.input, self.texts, self.text, self.system)
+            named = (self.prompt, self.completion, self.input, self.history, self.texts, self.text, self.system)
             return tuple(name for name in named if name is not None)
         return (self.messages, *((self.system,) if self.system else ()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownForm:
-    """A form that a file may have: how to tell it, and what `columns` and `tags` would say of it."""
-
-    title: str
-    columns: dict[str, str]
-    """With the columns that make the form: a record fits that has them."""
-    tags: dict[str, str] = field(default_factory=dict)
-    marks: tuple[str, ...] = ()
-    """One of them must be seen: a column, or `<type>` of a content part (`<type=>`: with a value of its own)."""
-    media_first: bool = False
-
-
-_FROM: Final = {
-    "role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",
-    "tool_tag": "observation", "function_tag": "function_call",
-}  # fmt: skip
-_ROLE: Final = {"role_tag": "role", "content_tag": "content", "tool_tag": "tool"}
-_OPENAI: Final = ("<image_url>", "<input_audio>", "<input_image>", "<input_text>", "<video_url>", "<audio_url>")
-
-
-def _chat(title: str, column: str, tags: dict[str, str], *marks: str, media_first: bool = False) -> KnownForm:
-    return KnownForm(title=title, columns={"messages": column}, tags=tags, marks=marks, media_first=media_first)
-
-
-def _pair(prompt: str, completion: str, title: str = "prompt and completion") -> KnownForm:
-    return KnownForm(title=title, columns={"prompt": prompt, "completion": completion}, media_first=True)
-
-
-FORMS: Final = (
-    _chat("InternVL conversations", "conversations", _FROM, "width_list", "height_list", "width", media_first=True),
-    _chat("LLaVA conversations", "conversations", _FROM, "image", "video"),
-    _chat("ShareGPT conversations", "conversations", _FROM),
-    _chat("ShareGPT conversations", "messages", _FROM),
-    _chat("ShareGPT conversations", "conversation", _FROM),
-    _chat("OpenAI messages", "messages", _ROLE, *_OPENAI),
-    _chat("Qwen messages", "messages", _ROLE, "<image=>", "<video=>", "<audio=>"),
-    _chat("chat messages", "messages", _ROLE),
-    _chat("chat messages", "conversations", _ROLE),
-    _chat("chat messages", "conversation", _ROLE),
-    KnownForm(title="Cauldron texts", columns={"texts": "texts"}, media_first=True),
-    _pair("prompt", "completion"),
-    _pair("prompt", "response"),
-    _pair("query", "response"),
-    _pair("problem", "solution"),
-    _pair("instruction", "output", "instruction and output"),
-    _pair("instruction", "response", "instruction and response"),
-    _pair("question", "answer", "question and answer"),
-    KnownForm(title="plain text", columns={"text": "text"}, media_first=True),
-)
-"""The first that fits, of those with the same columns and tags. Plain text fits only where nothing else does: datasets
-keep a rendered copy in such a column."""
+_USUAL: Final = ShareGptForm()
 
 
 class Recognised(NamedTuple):
     """What was found."""
 
     form: ShareGptForm
-    line: str
-    """For people: `LLaVA conversations, images in 'image'`."""
+    line: str  # for people: `LLaVA conversations, images in 'image'`
 
 
 def recognise(
@@ -200,9 +146,6 @@ def recognise(
     """Return the form of a file from its first records; what the user says of columns and tags wins.
 
     None when the records say nothing: there are none, or not one of them is an object with turns.
-
-    Raises:
-        SourceError: No form fits, or two do; with the flags that help.
     """
     ShareGptForm.from_dicts(columns, tags)  # refuses unknown keys
     columns, tags = dict(columns or {}), dict(tags or {})
@@ -213,7 +156,7 @@ def recognise(
     if chosen is None:
         if not rows or given or any(key in row for row in rows for key in ("messages", "conversations")):
             return None  # nothing to tell by; or turns without content, each of which is named when it is read
-        raise SourceError(_none_fits(rows[0]))
+        raise SourceError(none_fits(rows))
     known = {**_media_columns(rows, columns), **_more_columns(rows, chosen), **chosen.columns, **columns}
     roles = {**chosen.tags, **_role_tags(rows, {**chosen.tags, **tags}, known), **tags}
     first = chosen.media_first if media_first is None else media_first
@@ -229,7 +172,8 @@ def _fitting(rows: Sequence[dict[str, Any]], given: dict[str, str], tags: dict[s
         if given and given.keys() != known.columns.keys():
             continue
         form = replace(known, columns=given or known.columns, tags={**known.tags, **tags})
-        shape = (*form.columns.items(), *(form.tags[key] for key in ("role_tag", "content_tag") if known.tags))
+        keys = ("role_tag", "content_tag") if "messages" in form.columns else ()
+        shape = (*form.columns.items(), *(form.tags[key] for key in keys))
         is_marked = not form.marks or not seen.isdisjoint(form.marks)
         if shape not in fitting and is_marked and any(_fits(row, form) for row in rows):
             fitting[shape] = form
@@ -238,51 +182,36 @@ def _fitting(rows: Sequence[dict[str, Any]], given: dict[str, str], tags: dict[s
 
 def _choose(fitting: list[KnownForm], rows: Sequence[dict[str, Any]]) -> KnownForm | None:
     if len(fitting) > 1:
-        fitting = [form for form in fitting if "text" not in form.columns]
+        fitting = [form for form in fitting if "text" not in form.columns] or fitting
     if len(fitting) > 1:
-        flags = " or ".join(_flags(form.columns, form.tags if "messages" in form.columns else {}) for form in fitting)
+        flags = " or ".join(
+            flags_for(form.columns, form.tags if "messages" in form.columns else {}) for form in fitting
+        )
         raise SourceError(
             f"the first records fit {len(fitting)} forms ({', '.join(form.title for form in fitting)}), so it is not "
-            f"known which columns to learn; the first one has the keys {_keys(rows[0])}. Choose with {flags}."
+            f"known which columns to learn; the first one has the keys {keys_of(rows[0])}. Choose with {flags}."
         )
     return fitting[0] if fitting else None
 
 
-def as_turns(value: object) -> list[Any] | None:
-    """Return a list of objects that stands there as a list, as its JSON text, or as one list for each key."""
-    if isinstance(value, str) and value.lstrip()[:1] == "[":
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    if isinstance(value, dict) and value and all(isinstance(part, list) for part in value.values()):
-        if len({len(part) for part in value.values()}) == 1:
-            return [dict(zip(value, entry, strict=True)) for entry in zip(*value.values(), strict=True)]
-        return None
-    return value if isinstance(value, list) else None
-
-
 def _fits(row: dict[str, Any], form: KnownForm) -> bool:
     if "messages" in form.columns:
-        turn = next(_turns(row, form.columns["messages"]), {})
+        turn = next(turns_of(row, form.columns["messages"]), {})
         return form.tags["role_tag"] in turn and form.tags["content_tag"] in turn
     if "texts" in form.columns:
-        return {"user", "assistant"} <= next(_turns(row, form.columns["texts"]), {}).keys()
+        keys = {form.tags.get("user_tag", _USUAL.user_tag), form.tags.get("assistant_tag", _USUAL.assistant_tag)}
+        return keys <= next(turns_of(row, form.columns["texts"]), {}).keys()
     values = [row.get(form.columns[key]) for key in form.columns]
     return all(isinstance(value, (str, list) if len(values) > 1 else str) for value in values)
-
-
-def _turns(row: dict[str, Any], column: str) -> Iterator[dict[str, Any]]:
-    for turn in as_turns(row.get(column)) or ():
-        if isinstance(turn, dict):
-            yield turn
 
 
 def _marks(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Yield the columns that hold something, and the types of content parts."""
     for row in rows:
         yield from (key for key, value in row.items() if value not in (None, "", []))
-        for turn in _turns(row, "messages"):
+        for turn in (*turns_of(row, "conversations"), *turns_of(row, "messages")):
+            tags = {tag.lower() for text in turn.values() if isinstance(text, str) for tag, _ in INLINE.findall(text)}
+            yield from (f"<{INLINE_KINDS[tag]}s>" for tag in tags)
             for part in turn["content"] if isinstance(turn.get("content"), list) else ():
                 if isinstance(part, dict) and isinstance(kind := part.get("type"), str):
                     yield f"<{kind}>"
@@ -299,7 +228,7 @@ def _is_medium(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_is_medium, value))
     if isinstance(value, dict):
-        return bool(value.get("path") or value.get("bytes"))
+        return any(value.get(key) for key in ("path", "bytes", *MEDIA_TYPES))
     return isinstance(value, (str, bytes)) and bool(value)
 
 
@@ -307,11 +236,12 @@ def _media_columns(rows: Sequence[dict[str, Any]], given: Mapping[str, str]) -> 
     found: dict[str, str] = {}
     for column, names in MEDIA_NAMES.items():
         held = [name for name in names if any(_is_medium(row.get(name)) for row in rows)]
+        held = [name for name in held if name != "image_url"] or held  # it often tells where the image came from
         if len(held) > 1 and column not in given:
             flags = " or ".join(f"--columns {column}={name}" for name in held)
             raise SourceError(
                 f"{column} are in {' and '.join(map(repr, held))}, and one column is read; the first record has the "
-                f"keys {_keys(rows[0])}. Choose with {flags}."
+                f"keys {keys_of(rows[0])}. Choose with {flags}."
             )
         if held:
             found[column] = held[0]
@@ -319,10 +249,12 @@ def _media_columns(rows: Sequence[dict[str, Any]], given: Mapping[str, str]) -> 
 
 
 def _more_columns(rows: Sequence[dict[str, Any]], chosen: KnownForm) -> dict[str, str]:
-    """Return columns that some forms have besides: the input of an instruction, a system prompt."""
+    """Return columns that some forms have besides: the input of an instruction, earlier pairs, a system prompt."""
     found = {}
     if chosen.columns.get("prompt") == "instruction" and any(isinstance(row.get("input"), str) for row in rows):
         found["input"] = "input"
+    if "prompt" in chosen.columns and any(isinstance(row.get("history"), list) for row in rows):
+        found["history"] = "history"
     if "text" not in chosen.columns and any(isinstance(row.get("system"), str) for row in rows):
         found["system"] = "system"
     return found
@@ -331,11 +263,11 @@ def _more_columns(rows: Sequence[dict[str, Any]], chosen: KnownForm) -> dict[str
 def _role_tags(rows: Sequence[dict[str, Any]], tags: Mapping[str, str], columns: Mapping[str, str]) -> dict[str, str]:
     """Return the roles as the turns call them, where they use another usual word."""
     names = [columns[key] for key in ("messages", "prompt", "completion") if key in columns]
-    turns = [turn for row in rows for name in names for turn in _turns(row, name)]
+    turns = [turn for row in rows for name in names for turn in turns_of(row, name)]
     seen = Counter(role for turn in turns if isinstance(role := turn.get(tags.get("role_tag", "role")), str))
     defaults = {item.name: item.default for item in fields(ShareGptForm)}
     found = {}
-    for tag, words in _ROLE_NAMES.items():
+    for tag, words in ROLE_NAMES.items():
         used = [role for role, _ in seen.most_common() if role.lower() in words]
         if used and tags.get(tag, defaults[tag]) not in used:
             found[tag] = used[0]
@@ -356,40 +288,8 @@ def _describe(chosen: KnownForm, form: ShareGptForm, rows: Sequence[dict[str, An
         name = getattr(form, column)
         if any(_is_medium(row.get(name)) for row in rows):
             parts.append(f"{column} in '{name}'")
+        elif f"<{column}>" in seen:
+            parts.append(f"{column} in the text")
         elif any(f"<{kind}>" in seen for kind in kinds):
             parts.append(f"{column} in content parts")
     return ", ".join(parts)
-
-
-def _keys(row: dict[str, Any]) -> str:
-    return ", ".join(sorted(map(str, row))) or "none"
-
-
-def _flags(columns: Mapping[str, str], tags: Mapping[str, str]) -> str:
-    """Return the flags of `vlm-stream make-shards` that say so."""
-    text = "--columns " + ",".join(f"{key}={value}" for key, value in columns.items())
-    return text + (" --tags " + ",".join(f"{key}={value}" for key, value in tags.items()) if tags else "")
-
-
-def _none_fits(row: dict[str, Any]) -> str:
-    """Return the sentence for a file of no known form, with flags made of its first record."""
-    flags = ""
-    for name in row:
-        turn = next(_turns(row, name), {})
-        texts = sorted((key for key, value in turn.items() if isinstance(value, str)), key=lambda key: len(turn[key]))
-        if len(texts) > 1:
-            role, content = texts[0], texts[-1]
-            names = list(dict.fromkeys(str(turn.get(role)) for turn in _turns(row, name)))
-            roles = dict(zip(("user_tag", "assistant_tag"), names, strict=False))
-            flags = _flags({"messages": name}, {"role_tag": role, "content_tag": content, **roles})
-            break
-    if not flags:
-        texts = [key for key, value in row.items() if isinstance(value, str) and key not in ("id", "source")]
-        if len(texts) > 1:
-            flags = _flags({"prompt": texts[0], "completion": texts[1]}, {})
-        elif texts:
-            flags = _flags({"text": texts[0]}, {})
-    way = (
-        f"Say what they hold, for example with {flags}" if flags else "No column holds turns or text: look at the file"
-    )
-    return f"the first record has the keys {_keys(row)}, which is no known form, so nothing can be learned. {way}."

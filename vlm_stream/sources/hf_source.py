@@ -4,27 +4,20 @@
 whose media items hold the stored bytes, for shards. Nothing is read before it is asked for.
 """
 
-from __future__ import annotations
-
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from vlm_stream.conversation import MEDIA_TYPES, Conversation, Item
-from vlm_stream.errors import BadSampleError, MissingExtraError, SourceError, nearest_name
+from vlm_stream.conversation import Item, map_media
+from vlm_stream.errors import BadSampleError, SourceError, nearest_name, require
+from vlm_stream.keys import IMAGE_FORMATS
 from vlm_stream.sources.record import Record
 from vlm_stream.sources.sharegpt import MISMATCHES_KEY, PASSENGER_KEYS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import numpy.typing as npt
-
-__all__ = ["HFSource", "MixedSource", "Rows", "interleave", "load_rows", "media_item", "text_item", "turn"]
 
 _LOG = logging.getLogger(__name__)
 _RECORD_KEYS: Final = (*PASSENGER_KEYS, MISMATCHES_KEY)
@@ -43,12 +36,7 @@ def load_rows(
 ) -> Rows:
     """Return the rows of a dataset: a hub id, a folder, a `Dataset`, a `DatasetDict` or a list of dicts.
 
-    Args:
-        path_or_dataset: Where the rows are.
-        split: Which split, where there are several.
-        columns: Columns that must be there.
-        limit: No more rows than this.
-        ignored: Options that the caller was given and has no use for; they are named in the log.
+    `columns` must be there. `ignored` are options that the caller was given and has no use for; the log names them.
     """
     if ignored:
         _LOG.warning("no dataset factory has a use for %s", ", ".join(sorted(ignored)))
@@ -76,7 +64,7 @@ def load_rows(
 
 def interleave(sizes: Sequence[int], probabilities: Sequence[float], seed: int) -> npt.NDArray[np.int64]:
     """Return [n, 2] source and row of a random mixture that ends once every source was seen whole; others repeat."""
-    datasets = _library()
+    datasets = require("datasets", "hf", "Reading HF datasets")
     parts = [datasets.Dataset.from_dict({"row": range(size), "source": [i] * size}) for i, size in enumerate(sizes)]
     mixed = datasets.interleave_datasets(
         parts, probabilities=list(probabilities), seed=seed, stopping_strategy="all_exhausted"
@@ -85,21 +73,13 @@ def interleave(sizes: Sequence[int], probabilities: Sequence[float], seed: int) 
     return np.stack([columns["source"], columns["row"]], axis=1)
 
 
-def _library() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtraError("datasets", "hf", "Reading HF datasets") from None
-    return datasets
-
-
 def _library_class(value: object, name: str) -> bool:
     """Tell whether the value is of that class of the library, without importing it."""
     return any(base.__name__ == name and base.__module__.startswith("datasets") for base in type(value).__mro__)
 
 
 def _load(path: str, split: str) -> Any:
-    datasets = _library()
+    datasets = require("datasets", "hf", "Reading HF datasets")
     try:
         if any(Path(path, mark).is_file() for mark in ("state.json", "dataset_dict.json")):
             return datasets.load_from_disk(path)
@@ -150,14 +130,10 @@ class HFSource(Sequence[dict[str, Any]]):
         finish: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         line: str = "",
     ) -> None:
-        """Read `rows` through `convert`.
+        """Read rows, whose media are undecoded, through `convert`; `line` says for people what was recognised.
 
-        Args:
-            rows: The rows, media undecoded.
-            name: What ledgers and shards call this source.
-            convert: Row and number -> `{"conversation": ..., extras}`; raises `BadSampleError` or `ValueError`.
-            finish: What `source[i]` does to that; decoding the images if None.
-            line: What was recognised, for people.
+        `convert` makes `{"conversation": ..., extras}` of a row and its number, or raises `BadSampleError` or
+        `ValueError`. `finish` is what `source[i]` does to that; by default images are decoded.
         """
         self.rows = rows
         self.name = name
@@ -186,7 +162,7 @@ class HFSource(Sequence[dict[str, Any]]):
             id=str(index),
             has_id=False,
             origin=f"{self.name}:{index}",
-            conversation=_as_stored(example["conversation"]),
+            conversation=map_media(example["conversation"], _stored_item),
             extras={key: example[key] for key in _RECORD_KEYS if key in example},
         )
 
@@ -233,7 +209,6 @@ class MixedSource(Sequence[dict[str, Any]]):
 
 
 def turn(role: str, *items: Item) -> dict[str, Any]:
-    """Return one message."""
     return {"role": role, "content": list(items)}
 
 
@@ -264,28 +239,20 @@ def decode_images(example: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(where, (bytes, str)):
             return item
         if id(where) not in opened:
-            image = Image.open(io.BytesIO(where) if isinstance(where, bytes) else where)
+            Image.init()
+            source: Any = io.BytesIO(where) if isinstance(where, bytes) else where
+            image = Image.open(source, formats=[name for name in IMAGE_FORMATS if name in Image.OPEN])
             image.load()
             opened[id(where)] = image
         return {**item, "image": opened[id(where)]}
 
-    conversation = [
-        {**message, "content": [decode(item) for item in message["content"]]}
-        if isinstance(message["content"], list)
-        else message
-        for message in example["conversation"]
-    ]
-    return {**example, "conversation": conversation}
-
-
-def _as_stored(conversation: Conversation) -> Conversation:
-    """Return the conversation with decoded images written as PNG: such rows never had bytes to copy."""
-    return [{**message, "content": [_stored_item(item) for item in message["content"]]} for message in conversation]
+    return {**example, "conversation": map_media(example["conversation"], decode)}
 
 
 def _stored_item(item: Item) -> Item:
+    """Return an item whose decoded image is written as PNG: such rows never had bytes to copy."""
     medium = item["type"]
-    if medium not in MEDIA_TYPES or isinstance(item[medium], (bytes, str, list)) or not hasattr(item[medium], "save"):
+    if isinstance(item[medium], (bytes, str, list)) or not hasattr(item[medium], "save"):
         return item
     out = io.BytesIO()
     item[medium].save(out, format="PNG")

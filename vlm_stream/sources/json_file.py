@@ -8,12 +8,13 @@ decided elsewhere.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import re
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO, cast
 
 import crc32c
 import numpy as np
@@ -21,14 +22,6 @@ import numpy.typing as npt
 
 from vlm_stream.errors import SourceError
 from vlm_stream.sources.local_file import LocalFile, plain_name
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import BinaryIO
-
-    Ints = Sequence[int] | npt.NDArray[np.int64]
-
-__all__ = ["DataFile", "UnreadableError", "first_bytes", "holds_lines", "scan_array", "scan_lines"]
 
 # Half of a surrogate pair is legal JSON text and illegal UTF-8. Any escape of that range makes a second look worth it.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -89,7 +82,6 @@ class DataFile:
         self.spans, self.is_array = _scan(self.file)
 
     def __len__(self) -> int:
-        """Return the number of records, bad ones included."""
         return len(self.spans)
 
     def digest(self) -> str:
@@ -101,7 +93,7 @@ class DataFile:
         return f"{self.file.size_bytes} {crc}"
 
     def raw(self, number: int) -> bytes:
-        """Return the bytes of a record."""
+        """Return the bytes of one record, as they stand in the file."""
         return self.file.read_at(int(self.spans.begins[number]), int(self.spans.sizes[number]))
 
     def where(self, number: int) -> str:
@@ -160,7 +152,6 @@ def _scan(file: LocalFile) -> tuple[RecordSpans, bool]:
 # --- finding the records ---
 
 _BLANKS = b" \t\r\n"
-_LINE_BLANKS = b" \t\r"
 _BLANK = re.compile(rb"[ \t\r\n]*")
 # All up to the next bracket (or comma) outside of strings. A string that does not end in the buffer does not match.
 _PLAIN = rb'(?:[^"\[\]{}%s]++|"(?:[^"\\]++|\\.)*+")*+'
@@ -174,41 +165,38 @@ _INSIDE_STRING = re.compile(_PLAIN % b"" + rb'"', re.DOTALL)
 class RecordSpans:
     """The n records of one file, in file order."""
 
-    begins: npt.NDArray[np.int64]
-    """[n] Byte offset; blanks after a record may be inside its span."""
-    sizes: npt.NDArray[np.integer]
-    """[n] Bytes; uint32 unless a record is larger."""
-    lines: npt.NDArray[np.integer]
-    """[n] Line on which the record begins, from 1; uint32 unless there are more."""
+    begins: npt.NDArray[np.int64]  # [n] Byte offset; blanks after a record may be inside its span
+    sizes: npt.NDArray[np.integer]  # [n] Bytes; uint32 unless a record is larger
+    lines: npt.NDArray[np.integer]  # [n] Line on which the record begins, from 1; uint32 unless there are more
 
     def __len__(self) -> int:
         return len(self.begins)
 
 
 class SpanBuilder:
-    """Collects spans chunk by chunk. Its columns grow in place: joining parts at the end would take memory twice."""
+    """Collects spans, in 16 bytes each as long as sizes and lines fit into 32 bits."""
 
     def __init__(self) -> None:
         self._begins = array("q")
         self._sizes = array("I")
         self._lines = array("I")
 
-    def add(self, begins: Ints, ends: Ints, lines: Ints) -> None:
-        """Append records given by half-open byte ranges."""
-        self._begins = _extended(self._begins, np.asarray(begins, np.int64))
-        self._sizes = _extended(self._sizes, np.asarray(ends, np.int64) - np.asarray(begins, np.int64))
-        self._lines = _extended(self._lines, np.asarray(lines, np.int64))
+    def add(self, begin: int, end: int, line: int) -> None:
+        """Append a record given by its half-open byte range."""
+        self._begins.append(begin)
+        self._sizes = _appended(self._sizes, end - begin)
+        self._lines = _appended(self._lines, line)
 
     def build(self) -> RecordSpans:
         """Return everything added so far; the builder must not be used after that."""
         return RecordSpans(begins=_view(self._begins), sizes=_view(self._sizes), lines=_view(self._lines))
 
 
-def _extended(column: array[int], values: npt.NDArray[np.int64]) -> array[int]:
-    """Return the column with the values appended, wider if one of them does not fit."""
-    if column.typecode == "I" and len(values) and values.max() >= 2**32:
+def _appended(column: array[int], value: int) -> array[int]:
+    """Return the column with the value, wider if it does not fit."""
+    if column.typecode == "I" and value >= 2**32:
         column = array("q", column)
-    column.frombytes(values.astype(column.typecode).tobytes())
+    column.append(value)
     return column
 
 
@@ -217,57 +205,28 @@ def _view(column: array[int]) -> npt.NDArray[np.int64]:
 
 
 def scan_lines(stream: BinaryIO, begin: int = 0, chunk_bytes: int = 1 << 20) -> RecordSpans:
-    """Return the spans of all lines that are not blank, from byte `begin` on; memory is one chunk and the spans."""
+    """Return the spans of all lines that are not blank, from byte `begin` on; memory is a line and the spans."""
     builder = SpanBuilder()
     stream.seek(begin)
-    offset = begin  # of the chunk
-    line_begin, line = begin, 1  # the line that the chunk begins in
-    blank_so_far = True  # whether that line had only blanks in earlier chunks
-    while chunk := stream.read(chunk_bytes):
-        newlines = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))  # [k]
-        if not len(newlines):
-            blank_so_far = blank_so_far and not chunk.strip(_LINE_BLANKS)
-            offset += len(chunk)
-            continue
-        ends = newlines + offset  # [k] a line's end is its newline
-        begins = np.concatenate([[line_begin], ends[:-1] + 1])  # [k]
-        filled = _filled(chunk, newlines)
-        filled[0] = not blank_so_far or bool(chunk[: newlines[0]].strip(_LINE_BLANKS))
-        lines = np.arange(line, line + len(ends))
-        builder.add(begins[filled], ends[filled], lines[filled])
-        offset += len(chunk)
-        line += len(ends)
-        line_begin = int(ends[-1]) + 1
-        blank_so_far = not chunk[newlines[-1] + 1 :].strip(_LINE_BLANKS)
-    if not blank_so_far:  # the last line has no newline
-        builder.add([line_begin], [offset], [line])
+    lines = io.BufferedReader(cast("io.RawIOBase", stream), chunk_bytes)
+    for number, line in enumerate(lines, 1):
+        end = begin + len(line)
+        if line.strip(_BLANKS):
+            builder.add(begin, end, number)
+        begin = end
+    lines.detach()
     return builder.build()
-
-
-def _filled(chunk: bytes, newlines: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Tell for each line that ends in the chunk whether it is more than blanks ([k]; its entry 0 is not looked at)."""
-    data = np.frombuffer(chunk, np.uint8)
-    firsts = np.concatenate([[0], newlines[:-1] + 1])
-    filled = firsts < newlines
-    # Lines of JSON seldom begin with a blank, so only the few that do are looked at one by one.
-    suspects = np.flatnonzero(filled & np.isin(data[firsts], np.frombuffer(_LINE_BLANKS, np.uint8)))
-    for i in suspects.tolist():
-        filled[i] = bool(chunk[firsts[i] : newlines[i]].strip(_LINE_BLANKS))
-    return filled
 
 
 def scan_array(stream: BinaryIO, name: str, begin: int = 0, chunk_bytes: int = 1 << 20) -> RecordSpans:
     """Return the spans of the array's elements; `begin` is the offset of its opening bracket or of blanks before it.
 
     Memory is a chunk or a record, whichever is larger, and the spans.
-
-    Raises:
-        SourceError: The array does not end, or something follows it: its records cannot be told apart.
     """
     stream.seek(begin)
     scan = _ArrayScan(name, begin)
     rest = b""
-    # A record that does not fit is read in pieces that double, so that no byte is looked at more than a few times.
+    # a record that does not fit is read in pieces that double, so that no byte is looked at more than a few times.
     while not scan.is_closed and (chunk := stream.read(max(chunk_bytes, len(rest)))):
         rest = scan.feed(rest + chunk)
     if not scan.is_closed:
@@ -294,7 +253,6 @@ class _ArrayScan:
 
     def feed(self, data: bytes) -> bytes:
         """Take as much as can be told, and return the rest: it goes before what is read next."""
-        found: list[tuple[int, int, int]] = []
         text = data.decode("latin-1")  # a character per byte, so that a parser's positions are offsets
         at = 0
         while not self.is_closed:
@@ -316,13 +274,11 @@ class _ArrayScan:
                 break
             self.line += data.count(b"\n", at, match.end())
             at = match.end()
-            self._take(data[at - 1 : at], self.offset + at - 1, found)
-        if found:
-            self.builder.add(*zip(*found, strict=True))
+            self._take(data[at - 1 : at], self.offset + at - 1)
         self.offset += at
         return data[at:]
 
-    def _take(self, mark: bytes, position: int, found: list[tuple[int, int, int]]) -> None:
+    def _take(self, mark: bytes, position: int) -> None:
         """Follow one bracket or comma."""
         if mark in b"[{":
             self.depth += 1
@@ -334,7 +290,7 @@ class _ArrayScan:
             self.is_closed = True
         is_empty_array = self.is_closed and not self.num_elements and self.begin == position
         if not is_empty_array:
-            found.append((self.begin, position, self.begin_line))
+            self.builder.add(self.begin, position, self.begin_line)
             self.num_elements += 1
         self.begin = -1
         if mark == b"}":

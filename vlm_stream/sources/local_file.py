@@ -11,27 +11,21 @@ import errno
 import gzip
 import logging
 import os
-import shutil
 import tempfile
 import weakref
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
-from vlm_stream.errors import ConfigError, MissingExtraError, SourceError, StorageError
+from vlm_stream.errors import ConfigError, SourceError, StorageError, hide_secrets, require
+from vlm_stream.lifetimes import make_folder, remove_folder
 from vlm_stream.sources.record import absolute, is_url
-from vlm_stream.storage import local_path, open_store, split_url
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import BinaryIO
-
-    from vlm_stream.storage import StoreOptions
-
-__all__ = ["LocalFile", "plain_name"]
+from vlm_stream.storage import StoreOptions, local_path, open_store, split_url
 
 _LOG = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 16  # small, because packed bytes may stand for thousands of times as many
+_FOLDER: Final = "vlm-stream-"
 _REQUEST_BYTES: Final = 8 << 20
 
 
@@ -39,13 +33,7 @@ class LocalFile:
     """Plain bytes of a local or spilled file, read at any offset. Picklable; handles are opened where they are used."""
 
     def __init__(self, path: str, *, spill_dir: str | None = None, store: StoreOptions | None = None) -> None:
-        """Make the plain bytes available.
-
-        Args:
-            path: Path or URL; `file://` is a path.
-            spill_dir: Where decompressed and downloaded files go; the system's folder for temporary files if None.
-            store: How to reach the store of a URL.
-        """
+        """Make the plain bytes available; packed and remote files go to `spill_dir`, else to the temporary folder."""
         self.path = local_path(path) if path.startswith("file://") else path
         self._absolute = absolute(self.path)
         self._spill_dir = spill_dir
@@ -88,7 +76,6 @@ class LocalFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def plain_path(self) -> Path:
-        """Return where the plain bytes are."""
         if self._descriptor < 0:
             self._open()
         return self._spill or Path(self._absolute)
@@ -152,10 +139,7 @@ def _gunzip(raw: BinaryIO) -> Iterator[bytes]:
 
 def _unzstd(raw: BinaryIO) -> Iterator[bytes]:
     """Yield the plain bytes of one or more frames. The package's own reader takes a cut frame for a finished one."""
-    try:
-        import zstandard
-    except ImportError:
-        raise MissingExtraError("zstandard", "zstd", "Reading .zst files") from None
+    zstandard = require("zstandard", "zstd", "Reading .zst files")
     frame = None
     try:
         for data in _pieces(raw):
@@ -172,15 +156,15 @@ def _unzstd(raw: BinaryIO) -> Iterator[bytes]:
 def _spill(
     path: str, spill_dir: str | None, store: StoreOptions | None, owner: LocalFile
 ) -> tuple[Path, weakref.finalize[..., Any]]:
-    """Write the plain bytes into a new folder that goes away with its owner."""
+    """Write the plain bytes into a new folder that goes away with its owner, or is removed by the next one."""
     try:
-        folder = Path(tempfile.mkdtemp(prefix="vlm-stream-", dir=spill_dir))
+        folder = make_folder(_FOLDER, spill_dir)
     except OSError as error:
         raise ConfigError(
             f"there is no room to unpack {path}: the folder {spill_dir or tempfile.gettempdir()} cannot be written "
             f"({error.strerror}). Give another spill_dir."
         ) from error
-    finalizer = weakref.finalize(owner, _remove, str(folder), os.getpid())
+    finalizer = weakref.finalize(owner, _remove, folder, os.getpid())
     target = folder / "plain"
     decompress = _decompressor(path)
     try:
@@ -207,7 +191,7 @@ def _spill(
     except BaseException:
         finalizer()
         raise
-    _LOG.info("%s: %d plain bytes in %s", path, target.stat().st_size, folder)
+    _LOG.info("%s: %d plain bytes in %s", hide_secrets(path), target.stat().st_size, folder)
     return target, finalizer
 
 
@@ -218,9 +202,9 @@ def _damaged(path: str, error: Exception) -> SourceError:
     )
 
 
-def _remove(folder: str, pid: int) -> None:
+def _remove(folder: Path, pid: int) -> None:
     if os.getpid() == pid:  # a forked worker must not take the folder from its parent
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
 
 
 def _download(url: str, target: Path, store: StoreOptions | None) -> None:

@@ -10,28 +10,21 @@ are not cut to equal length: that would lose records of every dataset, and bad r
 
 from __future__ import annotations
 
-import io
 import logging
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from vlm_stream.conversation import given_tokens, iter_media
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.ledger import BadSample, Ledger
-from vlm_stream.sources.catalog import FileCache, rank_share
+from vlm_stream.sources.catalog import Catalog, FileCache, rank_share
 from vlm_stream.sources.open_source import open_entry, read_entries
 from vlm_stream.sources.sharegpt import MISMATCHES_KEY, OnMismatch, check_policy
 from vlm_stream.tokens import guess_text_tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from vlm_stream.sources.catalog import Catalog
-
-__all__ = ["ExamplesWithStats", "MetaDatasetConfig", "collect_sample_stats", "format_summary", "make_meta_dataset"]
 
 _LOG = logging.getLogger(__name__)
 _SHOWN_BAD = 3
@@ -76,7 +69,7 @@ class MetaDatasetConfig:
         check_policy(self.on_mismatch)
 
     def build(self, rank: int | None = None, world_size: int | None = None) -> ExamplesWithStats:
-        """Load the examples, of one rank if `shard_data`."""
+        """Load the datasets; with `shard_data` only the share of a rank, by default of this process."""
         return make_meta_dataset(
             self.path_or_dataset,
             self.dataset_names,
@@ -117,7 +110,6 @@ def make_meta_dataset(
     share = _share(rank, world_size) if shard_data else None
     began = time.perf_counter()
     result = ExamplesWithStats()
-    timings: list[SourceTiming] = []
     files = FileCache()
     num_dealt = 0
     for entry in read_entries(str(path_or_dataset), files, names=dataset_names):
@@ -130,20 +122,17 @@ def make_meta_dataset(
         located = time.perf_counter()
         examples = _read_all(catalog, result.ledger)
         stats = collect_sample_stats(examples)
-        timing = SourceTiming(
-            name=entry.name,
-            num_samples=len(examples),
-            num_bad=len(catalog) - len(examples),
-            stats=stats,
-            locate_seconds=located - start,
-            convert_seconds=time.perf_counter() - located,
-        )
-        timings.append(timing)
-        _warn(timing, examples)
+        num_bad = len(catalog) - len(examples)
+        counts = ", ".join(f"{stats[key]} {key.removeprefix('n_')}" for key in SUMMED_KEYS[:3])
+        seconds = located - start, time.perf_counter() - located
+        _LOG.info("dataset '%s': %d samples (%s), %d bad; located in %.2f s, converted in %.2f s",
+                  entry.name, len(examples), counts, num_bad, *seconds)  # fmt: skip
+        _warn(entry.name, examples, stats, num_bad)
         for key in SUMMED_KEYS:
             result.stats[key] += stats[key]
         result.extend(examples)
-    _LOG.info("%s", format_summary(timings, time.perf_counter() - began, share[0] if share else None))
+    whose = "of all ranks" if share is None else f"of rank {share[0]}"
+    _LOG.info("%d samples %s in %.1f s", len(result), whose, time.perf_counter() - began)
     return result
 
 
@@ -187,9 +176,9 @@ def _read_all(catalog: Catalog, ledger: Ledger) -> list[dict[str, Any]]:
     return examples
 
 
-def _warn(timing: SourceTiming, examples: Iterable[Mapping[str, Any]]) -> None:
+def _warn(name: str, examples: Sequence[Mapping[str, Any]], stats: Mapping[str, int], num_bad: int) -> None:
     """Say once per dataset what makes its numbers less than exact, and what is left out."""
-    stats, num = timing.stats, timing.num_samples
+    num = len(examples)
     notes = [example[MISMATCHES_KEY] for example in examples if MISMATCHES_KEY in example]
     reasons = Counter(note.partition(":")[0] for kept in notes for note in kept)
     counts = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
@@ -198,25 +187,11 @@ def _warn(timing: SourceTiming, examples: Iterable[Mapping[str, Any]]) -> None:
          "per 3 characters."),
         (stats["n_missing_mm_inputs_meta"], f"of {num} samples have media without mm_inputs_meta; each medium is "
          "estimated at 500 tokens."),
-        (timing.num_bad, "samples are bad and left out; their reasons are in the ledger of the result."),
+        (num_bad, "samples are bad and left out; their reasons are in the ledger of the result."),
         (len(notes), f"samples are kept without what does not map ({counts})."),
     ):  # fmt: skip
         if count:
-            _LOG.warning("dataset '%s': %d %s", timing.name, count, sentence)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceTiming:
-    """One line of the summary."""
-
-    name: str
-    num_samples: int
-    num_bad: int
-    stats: Mapping[str, int]
-    locate_seconds: float
-    """Finding the records in their file."""
-    convert_seconds: float
-    """Reading, parsing and mapping them."""
+            _LOG.warning("dataset '%s': %d %s", name, count, sentence)
 
 
 def collect_sample_stats(examples: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -251,22 +226,3 @@ def _meta_tokens(meta: Mapping[str, Any]) -> int:
         elif entry is not None:
             num_tokens += _TOKENS_PER_MEDIUM
     return num_tokens
-
-
-def format_summary(timings: Sequence[SourceTiming], wall_seconds: float, rank: int | None = None) -> str:
-    """Return the table of all sources, slowest first, as plain text."""
-    from rich.console import Console
-    from rich.table import Table
-
-    title = f"{sum(t.num_samples for t in timings):,} samples in {wall_seconds:.1f} s"
-    table = Table(title=title if rank is None else f"rank {rank}: {title}")
-    table.add_column("dataset")
-    for heading in ("locate s", "convert s", "total s", "samples", "images", "videos", "text only", "bad"):
-        table.add_column(heading, justify="right")
-    for timing in sorted(timings, key=lambda t: -(t.locate_seconds + t.convert_seconds)):
-        counts = (timing.num_samples, *(timing.stats[key] for key in SUMMED_KEYS[:3]), timing.num_bad)
-        seconds = (timing.locate_seconds, timing.convert_seconds, timing.locate_seconds + timing.convert_seconds)
-        table.add_row(timing.name, *(f"{s:.2f}" for s in seconds), *(f"{n:,}" for n in counts))
-    out = io.StringIO()
-    Console(file=out, width=120, color_system=None, force_terminal=False, force_jupyter=False).print(table)
-    return out.getvalue().rstrip()

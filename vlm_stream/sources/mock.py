@@ -1,17 +1,11 @@
 """Made-up samples of noise images and random words, for smoke tests and throughput runs without data."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from vlm_stream.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["build_mock_vlm_dataset"]
 
 _NUM_WORDS: Final = 256
 _WORDS: Final = (

@@ -9,14 +9,13 @@
 Every data file is opened here, once.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vlm_stream.errors import ConfigError, SourceError, StorageError, nearest_name
 from vlm_stream.sources.catalog import Catalog, FileCache, sample_order
@@ -27,17 +26,9 @@ from vlm_stream.sources.local_file import plain_name
 from vlm_stream.sources.record import SourceGroup, absolute, is_url, join_media_path, parent_of
 from vlm_stream.sources.sharegpt import OnMismatch, check_policy
 from vlm_stream.sources.table_file import is_table
-from vlm_stream.storage import local_path, open_store
+from vlm_stream.storage import StoreOptions, local_path, open_store
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
-    from vlm_stream.storage import StoreOptions
-
-__all__ = ["MetaEntry", "open_entry", "open_source", "read_entries"]
-
-_META_BYTES: Final = 64 << 20
-"""A meta file lists datasets; something larger that starts with a brace is not one."""
+_META_BYTES: Final = 64 << 20  # a meta file lists datasets; something larger that starts with a brace is not one
 _INTERNVL: Final = {"annotation": "file_name", "root": "media_dir", "repeat_time": "sample_ratio"}
 _INTERNVL_ONLY: Final = ("data_augment", "length", "max_dynamic_patch", "min_dynamic_patch", "conv_style")
 """Keys of InternVL's entries that are about its model or its own loader."""
@@ -49,6 +40,7 @@ _KINDS: Final = {
     "sample_ratio": object,
     "tags": dict,
 }
+_TARS: Final = (".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz")
 _SHARD_NAME: Final = re.compile(r"(.+?)-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
 _SPLIT: Final = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])")
 
@@ -58,8 +50,7 @@ class MetaEntry:
     """One dataset, with its paths resolved and what is said of its form."""
 
     name: str
-    paths: tuple[str, ...]
-    """The data file: a path or URL; or the files of one table."""
+    paths: tuple[str, ...]  # the data file: a path or URL; or the files of one table
     columns: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     media_dir: str | None = None
@@ -84,8 +75,8 @@ def open_source(
     The form of the records is recognised, see `forms`; `lines` of the result says it.
 
     Args:
-        path: The file, a folder of tables, or a pattern (`data/train-*.parquet`). A meta file is a JSON object whose
-            values are objects. `factory:NAME[=PATH]` is an HF dataset.
+        path: The file, a folder of tables, or a pattern (`data/train-*.parquet`, `x-{0..7}.jsonl`, `a.jsonl::b.jsonl`).
+            A meta file is a JSON object whose values are objects. `factory:NAME[=PATH]` is an HF dataset.
         names: Which entries of a meta file, or which splits and parts of a folder; all if None.
         on_mismatch: What happens to a record that does not map whole: `drop`, `keep` what maps, `raise`.
         columns: For data files: names of columns, where recognition should not decide. A meta file says this itself.
@@ -182,6 +173,46 @@ def _stem(path: str) -> str:
 
 def _find_files(path: str, files: FileCache) -> dict[str, tuple[str, ...]] | None:
     """Return the files that a table, a folder or a pattern names, by the name of their entry; None: it is one file."""
+    parts = _expand(path)
+    if parts == [path]:
+        return _find_part(path, files)
+    found: dict[str, list[str]] = {}
+    for part in parts:
+        for name, paths in (_find_part(part, files) or {_stem(part): (part,)}).items():
+            if paths == (part,) and is_table(part):  # as patterns call it
+                name = _part_name(part.rpartition("/")[2]) or _stem(parent_of(part)) or name
+            found.setdefault(name, []).extend(paths)
+    return _named_once(path, found)
+
+
+def _expand(path: str) -> list[str]:
+    """Return what `{00..03}` and `::` of a name stand for, as for tars; a file of that very name is itself."""
+    from braceexpand import braceexpand
+
+    if not any(sign in path for sign in ("{", "::")) or path.startswith("data:"):
+        return [path]
+    if not _is_remote(path) and Path(local_path(path)).exists():
+        return [path]
+    try:
+        return [each for part in path.split("::") for each in braceexpand(part)]
+    except ValueError as error:
+        raise SourceError(f"{path} has a brace without its pair: write ranges as {{000..127}}.") from error
+
+
+def _named_once(path: str, found: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """Return files by the name of their entry, where only those of a table may be several."""
+    twice = next((name for name in found if len(found[name]) > 1 and not all(map(is_table, found[name]))), None)
+    if twice is not None:
+        raise SourceError(f"{path}: {' and '.join(found[twice])} have the same name; convert them one by one.")
+    return {name: tuple(paths) for name, paths in found.items()}
+
+
+def _find_part(path: str, files: FileCache) -> dict[str, tuple[str, ...]] | None:
+    if path.lower().endswith(_TARS):
+        raise SourceError(
+            f"{path}: a tar needs no conversion, so nothing was read. Give it to StreamLoader and to commands as it "
+            f"is, or index it beforehand with: vlm-stream index '{path}' (compressed ones have to be unpacked)."
+        )
     has_pattern = any(mark in path for mark in "*?[") and not Path(path).exists()
     is_folder = _is_remote_folder(path, files) if _is_remote(path) else Path(local_path(path)).is_dir()
     if not has_pattern and not is_folder:
@@ -196,16 +227,16 @@ def _find_files(path: str, files: FileCache) -> dict[str, tuple[str, ...]] | Non
     others = [] if is_folder else [name for name in found if name not in tables]
     if not tables and not others:
         what = "matches no file" if has_pattern else "is a folder without .parquet or .arrow files"
-        raise SourceError(f"{path}: {what}, so there is nothing to read. Give a file, a pattern or the right folder.")
+        way = "Give a file, a pattern or the right folder."
+        if any(name.endswith(".tar") for name in found):
+            way = f"Its tars need no conversion: vlm-stream index '{path}', or give it to StreamLoader as it is."
+        raise SourceError(f"{path}: {what}, so there is nothing to read. {way}")
     groups: dict[str, list[str]] = {}
     for name in sorted(tables):
         groups.setdefault(_part_name(name) or _stem(folder), []).append(_joined(folder, name))
     for name in sorted(others):
         groups.setdefault(_stem(name), []).append(_joined(folder, name))
-    twice = next((name for name in groups if len(groups[name]) > 1 and not is_table(groups[name][0])), None)
-    if twice is not None:
-        raise SourceError(f"{path}: {' and '.join(groups[twice])} have the same name; convert them one by one.")
-    return {name: tuple(paths) for name, paths in groups.items()}
+    return _named_once(path, groups)
 
 
 def _is_remote_folder(path: str, files: FileCache) -> bool:
@@ -323,6 +354,8 @@ def _entry(name: str, config: dict[str, Any], meta_path: str, files: FileCache) 
         raise SourceError(f"{place}: {error}") from None
     folder = parent_of(meta_path)
     path = join_media_path(folder, config["file_name"])
+    if len(_expand(path)) > 1:
+        path = "::".join(join_media_path(folder, part) for part in config["file_name"].split("::"))
     found = _find_files(path, files) or {name: (path,)}
     if len(found) > 1:
         raise SourceError(

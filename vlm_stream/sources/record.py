@@ -5,25 +5,17 @@ of its workers reads just the records of its own shards. A source whose records 
 Parquet) says where they end in `block_ends`, and a converter that shuffles keeps the records of a block together.
 """
 
-from __future__ import annotations
-
 import posixpath
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from vlm_stream.conversation import Conversation
 from vlm_stream.errors import SourceError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-
-    from vlm_stream.conversation import Conversation
-
-__all__ = ["Record", "RecordSource", "SourceGroup", "absolute", "is_url", "join_media_path", "parent_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +48,10 @@ class RecordSource(Protocol):
 
     name: str
 
-    def __len__(self) -> int:
-        """Return the number of records, bad ones included."""
-        ...
+    def __len__(self) -> int: ...
 
     def read(self, index: int) -> Record:
         """Return one record; raise `BadSampleError` when it cannot be mapped."""
-        ...
 
 
 class SourceGroup:
@@ -81,12 +70,11 @@ class SourceGroup:
         self._ends = np.cumsum([len(member) for member in members], dtype=np.int64)
 
     def __len__(self) -> int:
-        """Return the number of records, bad ones included."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return the number of records by source name."""
+        """Return how many records each member has, by its name."""
         return {member.name: len(member) for member in self.members}
 
     @property

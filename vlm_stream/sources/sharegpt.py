@@ -8,6 +8,8 @@ The rules, where the formats leave a choice:
 
 * `<image>`, `<video>`, `<audio>` (any case, no blanks inside) in user turns take the next medium of their column,
   counted over the whole example. Where the example has no such medium they are text, and so they are in other turns.
+* `<img>path</img>` and `<audio>path</audio>` in user turns are media where no column has such; `<image>` is a video
+  where the example has videos, no images, and no `<video>` (LLaVA-Video).
 * System turns are kept. Turns of one role after each other stay separate turns. Empty user turns keep one empty text.
 * Tool results map to the role `tool` once `tool_tag` says how they are called, calls of functions to `assistant` once
   `function_tag` does; without those tags they are unmapped roles.
@@ -21,33 +23,20 @@ The rules, where the formats leave a choice:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from vlm_stream.conversation import MEDIA_TYPES, Conversation, Item, Message
 from vlm_stream.errors import BadSampleError, ConfigError, SourceError, nearest_name
-from vlm_stream.sources.forms import ShareGptForm, as_turns, held_media, show
-from vlm_stream.sources.record import join_media_path
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = [
-    "MISMATCHES_KEY",
-    "PASSENGER_KEYS",
-    "Mismatch",
-    "OnMismatch",
-    "apply_policy",
-    "check_policy",
-    "convert_example",
-    "convert_sharegpt_to_conversation",
-    "map_sharegpt",
-]
+from vlm_stream.sources.example_media import ExampleMedia, Mismatch
+from vlm_stream.sources.form_hints import as_turns
+from vlm_stream.sources.forms import ShareGptForm, show
+from vlm_stream.sources.known_forms import INLINE, INLINE_KINDS
 
 OnMismatch: TypeAlias = Literal["drop", "keep", "raise"]
 
-MISMATCHES_KEY: Final = "_mismatches"
-"""Where `keep` notes what it left out: a list of `reason: sentence`."""
+MISMATCHES_KEY: Final = "_mismatches"  # where `keep` notes what it left out: a list of `reason: sentence`
 PASSENGER_KEYS: Final = ("mm_inputs_meta", "_text_tokens", "_media_tokens")
 """Fields that travel with a conversation, unread."""
 _PART_TYPES: Final = {
@@ -59,17 +48,7 @@ _PART_TYPES: Final = {
 """Type of a content part -> the medium, and the key that holds it."""
 
 
-class Mismatch(NamedTuple):
-    """One thing in an example that has no place in a conversation."""
-
-    reason: str
-    """Short stable code to count by."""
-    fact: str
-    """What was found, as the beginning of a sentence."""
-
-
 def check_policy(on_mismatch: str) -> None:
-    """Refuse a policy that does not exist."""
     if on_mismatch not in get_args(OnMismatch):
         raise ConfigError(
             f"on_mismatch is {on_mismatch!r}, which says nothing about bad samples; "
@@ -131,13 +110,17 @@ def convert_example(
 
 
 def map_sharegpt(example: Mapping[str, Any], form: ShareGptForm) -> tuple[Conversation, list[Mismatch]]:
-    """Return what maps, and what does not."""
+    """Return the conversation of a record, and what of it does not fit."""
     if not isinstance(example, dict):
         return [], [Mismatch("not_an_object", f"the record is {show(example)}, not a JSON object")]
     turns = _turns(example, form)
     if isinstance(turns, Mismatch):
         return [], [turns]
-    media = ExampleMedia(example, form)
+    media = ExampleMedia(example, form, turns)
+    if example.get("tools") and "tools" not in form.columns:
+        media.note(
+            "unread_tools", "'tools' has functions, and nothing shows them to the model (--columns system=tools)"
+        )
     conversation: Conversation = []
     for number, turn in enumerate(turns, 1):
         message = _message(turn, number, form, media)
@@ -158,7 +141,7 @@ def _turns(example: Mapping[str, Any], form: ShareGptForm) -> list[Any] | Mismat
         return {form.role_tag: role, form.content_tag: content}
 
     for column in form.columns:
-        if example.get(column) is None and column not in (form.input, form.system):
+        if example.get(column) is None and column not in (form.input, form.history, form.system):
             state = "is null" if column in example else "is missing"
             found = ", ".join(sorted(map(str, example))) or "none"
             return Mismatch("no_messages", f"column '{column}' {state} (columns here: {found})")
@@ -166,6 +149,10 @@ def _turns(example: Mapping[str, Any], form: ShareGptForm) -> list[Any] | Mismat
     if form.prompt is not None and form.completion is not None:
         prompt, completion = example[form.prompt], example[form.completion]
         extra = example.get(form.input) if form.input else None
+        for pair in (example.get(form.history) or ()) if form.history else ():
+            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+                return Mismatch("bad_history", f"'{form.history}' has {show(pair)}, not a question and its answer")
+            head += [turn(form.user_tag, pair[0]), turn(form.assistant_tag, pair[1])]
         if isinstance(prompt, str) and extra:
             prompt = f"{prompt}\n{extra}"
         asked = prompt if isinstance(prompt, list) else [turn(form.user_tag, prompt)]
@@ -182,7 +169,7 @@ def _turns(example: Mapping[str, Any], form: ShareGptForm) -> list[Any] | Mismat
     for pair in turns:
         if not isinstance(pair, dict):
             return Mismatch("turn_not_an_object", f"'{column}' has {show(pair)}, not an object")
-        head += [turn(form.user_tag, pair.get("user")), turn(form.assistant_tag, pair.get("assistant"))]
+        head += [turn(tag, pair.get(tag)) for tag in (form.user_tag, form.assistant_tag)]
     return head
 
 
@@ -201,6 +188,10 @@ def _message(turn: object, number: int, form: ShareGptForm, media: ExampleMedia)
         return Mismatch("unmapped_role", f"{place} has the role {show(value)}; mapped are {known}")
     content = turn.get(form.content_tag)
     place = f"{place} ({role})"
+    if turn.get("tool_calls"):
+        media.note(
+            "unread_tools", f"{place} has 'tool_calls', which nothing reads; write them into '{form.content_tag}'"
+        )
     if content is None:
         return Mismatch("null_content", f"{place} has no '{form.content_tag}'")
     if isinstance(content, str):
@@ -234,15 +225,28 @@ def _placeholders(media: tuple[str, ...]) -> re.Pattern[str]:
 
 def _split_placeholders(text: str, turn: str, media: ExampleMedia) -> list[Item]:
     kinds = media.note_unread(text, turn)
-    items: list[Item] = []
-    for position, piece in enumerate(_placeholders(kinds).split(text) if kinds else [text]):  # text, medium, text, ...
-        if position % 2:
-            item = media.take(piece.lower(), turn)
-            if item is not None:
-                items.append(item)
+    items: list[Item | None] = []
+    tag = ""
+    for position, piece in enumerate(INLINE.split(text)):  # text, tag, path, text, ...
+        if position % 3 == 1:
+            tag = piece.lower()
+        elif position % 3 == 2 and INLINE_KINDS[tag] not in kinds:
+            items.append(media.item(INLINE_KINDS[tag], piece.strip(), turn))
+        else:
+            if position % 3:
+                piece = f"<{tag}>{piece}</{tag}>"
+            items += _split_shown(piece, kinds, turn, media)
+    return [item for item in items if item is not None]
+
+
+def _split_shown(text: str, kinds: tuple[str, ...], turn: str, media: ExampleMedia) -> Iterator[Item | None]:
+    """Yield the text between placeholders, and what they show."""
+    shown = {"image" if kind == "video" and media.image_is_video else kind: kind for kind in kinds}
+    for position, piece in enumerate(_placeholders(tuple(shown)).split(text) if shown else [text]):
+        if position % 2:  # text, medium, text, ...
+            yield media.take(shown[piece.lower()], turn)
         elif stripped := piece.strip():
-            items.append({"type": "text", "text": stripped})
-    return items
+            yield {"type": "text", "text": stripped}
 
 
 def _typed_parts(parts: list[Any], turn: str, media: ExampleMedia) -> list[Item]:
@@ -278,106 +282,3 @@ def _part_type(part: Any) -> str:
         held = [key for key in ("text", *_PART_TYPES) if part.get(key) is not None]
         kind = held[0] if len(held) == 1 else ""
     return kind if isinstance(kind, str) and kind in ("text", "input_text", "output_text", *_PART_TYPES) else ""
-
-
-class ExampleMedia:
-    """The media of one example, taken in order by the placeholders of its turns; and what does not map."""
-
-    def __init__(self, example: Mapping[str, Any], form: ShareGptForm) -> None:
-        self.form = form
-        self.example = example
-        self.mismatches: list[Mismatch] = []
-        self.names = {"image": form.images, "video": form.videos, "audio": form.audios}
-        self.entries = {medium: self._column(example.get(name), name) for medium, name in self.names.items()}
-        self.num_shown = dict.fromkeys(MEDIA_TYPES, 0)
-
-    def note(self, reason: str, fact: str) -> None:
-        """Note what does not map."""
-        self.mismatches.append(Mismatch(reason, fact))
-
-    def _column(self, value: object, name: str) -> list[Any]:
-        if value is None or value == "":
-            return []
-        if isinstance(value, (list, tuple)):
-            return list(value)
-        if isinstance(value, (str, bytes, dict)):
-            return [value] if not isinstance(value, dict) or any(value.values()) else []
-        self.note("media_not_a_list", f"column '{name}' is {show(value)}, not a list of media")
-        return []
-
-    def note_unread(self, text: str, turn: str) -> tuple[str, ...]:
-        """Return the kinds of media there are; note where a text shows others that stand in a column nobody reads."""
-        for medium in MEDIA_TYPES:
-            if self.entries[medium] or f"<{medium}>" not in text.lower():
-                continue
-            name = held_media(self.example, f"{medium}s")
-            if name is not None and name not in self.names.values():
-                self.note(
-                    "unread_media",
-                    f"{turn} shows <{medium}>, but '{self.names[medium]}' has none and nothing reads '{name}' (add "
-                    f"--columns {medium}s={name})",
-                )
-        return tuple(medium for medium in MEDIA_TYPES if self.entries[medium])
-
-    def take(self, medium: str, turn: str, number: int | None = None) -> Item | None:
-        """Return the next medium of its column, or the one of that number; or note that there is none."""
-        number = self.num_shown[medium] if number is None else number
-        self.num_shown[medium] += 1
-        entries = self.entries[medium]
-        if not 0 <= number < len(entries):
-            self.note(
-                "surplus_placeholder",
-                f"{turn} shows <{medium}> number {number + 1}, but '{self.names[medium]}' has {len(entries)}",
-            )
-            return None
-        return self.item(medium, entries[number], f"'{self.names[medium]}' number {number + 1}")
-
-    def item(self, medium: str, entry: object, place: str) -> Item | None:
-        """Return the media item of one entry, or note why there is none."""
-        item = _media_item(medium, entry, place, self.form.media_dir)
-        if isinstance(item, Mismatch):
-            self.mismatches.append(item)
-            return None
-        return item
-
-    def place_rest(self, conversation: Conversation) -> None:
-        """Put media of a kind that nothing shows before the first user text, if the form says so; or note them."""
-        for medium in reversed(MEDIA_TYPES):
-            entries, shown = self.entries[medium], self.num_shown[medium]
-            if shown >= len(entries):
-                continue
-            first = next((message for message in conversation if message["role"] == "user"), None)
-            if self.form.media_first and not shown and first is not None:
-                items = [self.take(medium, "") for _ in entries]
-                texts = [item for item in first["content"] if item != {"type": "text", "text": ""}]
-                first["content"] = [*(item for item in items if item is not None), *texts] or first["content"]
-            else:
-                self.note(
-                    "surplus_media",
-                    f"'{self.names[medium]}' has {len(entries)}, but the user turns show <{medium}> {shown} times",
-                )
-
-
-def _media_item(medium: str, entry: object, place: str, media_dir: str | None) -> Item | Mismatch:
-    extras: dict[str, Any] = {}
-    where = entry
-    if isinstance(entry, dict):
-        if entry.get("bytes") is None and "path" not in entry:
-            return Mismatch("media_without_path", f"{place} has no 'path' (keys: {', '.join(sorted(entry)) or 'none'})")
-        where = entry["path"] if entry.get("bytes") is None else entry["bytes"]
-        extras = {key: value for key, value in entry.items() if key not in ("path", "bytes")}
-        if clash := {"type", medium} & extras.keys():
-            return Mismatch(
-                "reserved_media_key", f"{place} has the key '{min(clash)}', which the media item itself needs"
-            )
-    if isinstance(where, list) and medium == "video":
-        if not where or not all(isinstance(frame, str) and frame for frame in where):
-            return Mismatch(
-                "bad_frame_list", f"{place} is a list of frames that is empty or has an entry without a path"
-            )
-        return {"type": medium, medium: [join_media_path(media_dir, frame) for frame in where], **extras}
-    if isinstance(where, bytes) and where:
-        return {"type": medium, medium: where, **extras}
-    if not isinstance(where, str) or not where:
-        return Mismatch("media_not_a_path", f"{place} is {show(where)}, not a path")
-    return {"type": medium, medium: join_media_path(media_dir, where), **extras}

@@ -1,22 +1,15 @@
 """Speech datasets of the hub: clips with transcriptions."""
 
-from __future__ import annotations
-
 import io
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from vlm_stream.errors import MissingExtraError
+from vlm_stream.errors import require
 from vlm_stream.sources.hf_source import HFSource, load_rows, media_item, text_item, turn
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import numpy.typing as npt
-
-__all__ = ["make_cv17_dataset", "resample"]
 
 _RATE: Final = 16_000
 _INSTRUCTION: Final = "Transcribe the Turkish audio clip."
@@ -62,10 +55,7 @@ def _with_samples(example: dict[str, Any], rate: int) -> dict[str, Any]:
 
 
 def _mono_samples(where: bytes | str, new_rate: int) -> npt.NDArray[np.float32]:
-    try:
-        import soundfile
-    except ImportError:
-        raise MissingExtraError("soundfile", "audio", "Decoding audio") from None
+    soundfile = require("soundfile", "audio", "Decoding audio")
     try:
         samples, rate = soundfile.read(io.BytesIO(where) if isinstance(where, bytes) else where, dtype="float32")
     except soundfile.SoundFileError as error:
@@ -75,12 +65,9 @@ def _mono_samples(where: bytes | str, new_rate: int) -> npt.NDArray[np.float32]:
 
 
 def resample(samples: npt.NDArray[np.float32], rate: int, new_rate: int) -> npt.NDArray[np.float32]:
-    """Return [n * new_rate / rate] samples: the spectrum is cut or padded, so tones that both rates can hold stay."""
-    if rate == new_rate or not len(samples):
-        return samples.astype(np.float32)
-    num_samples = round(len(samples) * new_rate / rate)
-    spectrum = np.fft.rfft(samples.astype(np.float64))
-    fitted = np.zeros(num_samples // 2 + 1, np.complex128)
-    kept = min(len(fitted), len(spectrum))
-    fitted[:kept] = spectrum[:kept]
-    return (np.fft.irfft(fitted, num_samples) * (new_rate / rate)).astype(np.float32)
+    """Return the clip at another rate, as decoding for training resamples it."""
+    if rate == new_rate:
+        return samples
+    soxr = require("soxr", "audio", f"Resampling audio from {rate} to {new_rate} Hz")
+    resampled: npt.NDArray[np.float32] = soxr.resample(samples, rate, new_rate)
+    return resampled

@@ -10,31 +10,23 @@ from __future__ import annotations
 import copy
 import io
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from vlm_stream.errors import SourceError, VlmStreamError
 from vlm_stream.sources.json_file import UnreadableError
 from vlm_stream.sources.local_file import LocalFile
 from vlm_stream.sources.record import is_url
-from vlm_stream.storage import local_path, open_store, split_url
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    import numpy.typing as npt
-
-    from vlm_stream.storage import StoreOptions
-
-__all__ = ["ARROW", "PARQUET", "TableFiles", "is_table"]
+from vlm_stream.storage import StoreOptions, local_path, open_store, split_url
 
 PARQUET: Final = (".parquet", ".pq")
 ARROW: Final = (".arrow", ".ipc", ".feather")
-_CACHE_BYTES: Final = 256 << 20
-"""Of decoded blocks; the one that is being read stays, whatever its size."""
+_CACHE_BYTES: Final = 256 << 20  # of decoded blocks; the one that is being read stays, whatever its size
 _NUM_THREADS: Final = 16
 
 
@@ -60,7 +52,6 @@ class TableFiles:
         self._forget()
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     @property
@@ -82,7 +73,6 @@ class TableFiles:
         return other
 
     def where(self, number: int) -> str:
-        """Return the file, the block and the row in it."""
         which, row = self._place(number)
         file, block = self._blocks[which]
         return f"{self.paths[file]}: {self._files[file].block_name} {block}, row {row}"
@@ -193,27 +183,21 @@ class _ArrowFile:
         self._batches: Any = None
         try:
             batches = self._opened()
-            num = batches.num_record_batches if hasattr(batches, "num_record_batches") else len(batches)
-            self.block_rows = np.array([self._batch(i).num_rows for i in range(num)], np.int64)
+            self.block_rows = np.array(
+                [batches.get_batch(i).num_rows for i in range(batches.num_record_batches)], np.int64
+            )
         except (OSError, ValueError) as error:
             raise _refusal(file.path, "Arrow", error) from error
 
     def _opened(self) -> Any:
-        """Return a reader of the file format, or the batches of a stream; both lie in the file, mapped."""
+        """Return a reader of either format; batches lie in the file, mapped, unless they are compressed."""
         import pyarrow as pa
 
         if self._batches is None:
             mapped = pa.memory_map(str(self.file.plain_path()))
-            if mapped.read(6) == b"ARROW1":
-                self._batches = pa.ipc.open_file(mapped)
-            else:
-                mapped.seek(0)
-                self._batches = list(pa.ipc.open_stream(mapped))
+            is_file = mapped.read(6) == b"ARROW1"
+            self._batches = pa.ipc.open_file(mapped) if is_file else _ArrowStream(mapped)
         return self._batches
-
-    def _batch(self, block: int) -> Any:
-        batches = self._opened()
-        return batches[block] if isinstance(batches, list) else batches.get_batch(block)
 
     def digest(self) -> str:
         """Return the size of the file and the rows of its batches."""
@@ -222,13 +206,46 @@ class _ArrowFile:
     def read(self, block: int, columns: Sequence[str] | None) -> Any:
         """Return a batch, or the sentence that says why not."""
         try:
-            batch = self._batch(block)
+            batch = self._opened().get_batch(block)
         except (OSError, ValueError) as error:
             return f"batch {block} is damaged ({error})"
         return batch if columns is None else batch.select([name for name in columns if name in batch.schema.names])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_batches": None}
+
+
+class _ArrowStream:
+    """The batches of a stream at any place, by where their messages begin; with dictionaries, as a list."""
+
+    def __init__(self, mapped: Any) -> None:
+        import pyarrow as pa
+
+        mapped.seek(0)
+        self._mapped, self._places, has_dictionaries = mapped, [], False
+        messages = pa.ipc.MessageReader.open_stream(mapped)
+        while True:
+            place = mapped.tell()
+            try:
+                kind = messages.read_next_message().type
+            except StopIteration:
+                break
+            has_dictionaries = has_dictionaries or kind == "dictionary"
+            self._places += [place] * (kind == "record batch")
+        mapped.seek(0)
+        stream = pa.ipc.open_stream(mapped)
+        self._schema = stream.schema
+        self._decoded = list(stream) if has_dictionaries else None
+        self.num_record_batches = len(self._places)
+
+    def get_batch(self, number: int) -> Any:
+        """Return one batch; what is compressed is decoded for this."""
+        import pyarrow as pa
+
+        if self._decoded is not None:
+            return self._decoded[number]
+        self._mapped.seek(self._places[number])
+        return pa.ipc.read_record_batch(pa.ipc.read_message(self._mapped), self._schema)
 
 
 def _refusal(path: str, kind: str, error: Exception) -> SourceError:

@@ -5,27 +5,33 @@ verified. It must not know tar headers, indexes, plans or processors.
 
 In the order the data meets them: `options.py`; `tar_urls.py` (patterns -> tars); `store.py` (URLs, the interface,
 `open_store`); the stores: `local.py`, `remote.py` (S3, GCS, Azure, web; with `credentials.py`), `hub.py`. Reading:
-`spans.py` (spans -> requests, bytes -> members), `reader.py` (what runs them, counters), `cache.py` (the node cache).
+`spans.py` (spans -> requests, bytes -> members), `reader.py` (what runs them, counters), `downloads.py` (shards into
+the node cache, also before they are due), `cache.py` (its files), `foresight.py` (what it knows of the plans of jobs).
 """
 
 from __future__ import annotations
 
+from vlm_stream.storage.cache import cache_folder
+from vlm_stream.storage.foresight import Forecast, uses_of
 from vlm_stream.storage.options import ReadOptions, RetryOptions, StoreOptions
 from vlm_stream.storage.reader import Reading, ReadTotals, SpanReader, SpanResult
-from vlm_stream.storage.spans import Member, RangeRequest, Span, crc32c_of, plan_requests
+from vlm_stream.storage.spans import Member, RangeRequest, ShardKey, Span, crc32c_of, plan_requests
 from vlm_stream.storage.store import (
     ObjectInfo,
     ObjectReader,
     Store,
+    host_of,
+    is_under,
     join_url,
     local_path,
     open_store,
     scheme_of,
     split_url,
 )
-from vlm_stream.storage.tar_urls import expand_urls, names_tars
+from vlm_stream.storage.tar_urls import expand_braces, expand_urls, names_tars
 
 __all__ = [
+    "Forecast",
     "Member",
     "ObjectInfo",
     "ObjectReader",
@@ -34,13 +40,18 @@ __all__ = [
     "ReadTotals",
     "Reading",
     "RetryOptions",
+    "ShardKey",
     "Span",
     "SpanReader",
     "SpanResult",
     "Store",
     "StoreOptions",
+    "cache_folder",
     "crc32c_of",
+    "expand_braces",
     "expand_urls",
+    "host_of",
+    "is_under",
     "join_url",
     "local_path",
     "names_tars",
@@ -48,4 +59,5 @@ __all__ = [
     "plan_requests",
     "scheme_of",
     "split_url",
+    "uses_of",
 ]

@@ -6,42 +6,31 @@
 The locks are on the data files themselves and live in the kernel, so they end with their process. A `.part` that no
 process holds belongs to a dead writer and is started over. A complete file ends with a trailer that names its key and
 size and is written last; a file without it was not written here, and is neither served nor deleted. Two jobs may share
-the folder, each under its own limit of bytes. `NodeCache` keeps the files; `ShardDownloads` serves requests from them.
+the folder, each under its own limit of bytes.
+
+What is evicted is what is needed last, as far as jobs of the node say what they will read (`foresight.py`); of other
+shards the least recently used one goes first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import logging
+import math
 import os
 import re
 import struct
-import threading
 import time
-from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlm_stream.errors import ChangedObjectError, StorageError
-from vlm_stream.storage.spans import check_unchanged_object
-from vlm_stream.storage.store import Fetched
+from vlm_stream.storage.foresight import Foresight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from concurrent.futures import Future
 
-    from vlm_stream.storage.options import ReadOptions
-    from vlm_stream.storage.reader import ReadMetrics
-    from vlm_stream.storage.spans import RangeRequest
-    from vlm_stream.storage.store import Store
+    from vlm_stream.storage.spans import ShardKey
 
-_log = logging.getLogger(__name__)
-_PART_BYTES = 2 * 1024 * 1024
-# Few, so that the first to be needed is whole early.
-_SHARDS_AT_A_TIME = 4
 _FOLDER = "vlm-stream-cache-1"
 _NAME = re.compile(r"[0-9a-f]{64}\.(shard|part)")
 _TRAILER = struct.Struct("<16sQ32s")
@@ -49,24 +38,13 @@ _MAGIC = b"vlm-stream-shard"
 _STALLED_S = 30.0
 
 
+def cache_folder(cache_dir: str) -> Path:
+    """Return where the cache keeps its files."""
+    return Path(cache_dir).expanduser() / _FOLDER
+
+
 class NoRoomError(Exception):
     """The shard does not fit beside those that are in use."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardKey:
-    """Which version of which shard."""
-
-    root: str
-    path: str
-    size: int
-    etag: str | None
-
-    @property
-    def digest(self) -> bytes:
-        """Return the name under which the shard is kept."""
-        text = "\0".join((self.root, self.path, str(self.size), (self.etag or "").strip('"')))
-        return hashlib.sha256(text.encode()).digest()
 
 
 class CachedShard:
@@ -94,10 +72,12 @@ class NodeCache:
         Args:
             folder: On a local disk: the locks of network file systems are not good enough.
             max_bytes: Limit for all files of the cache together.
-            min_idle_s: Shards used more recently are not evicted, so a cache that is too small for the shards in
-                play serves some of them well instead of downloading all of them again and again.
+            min_idle_s: Shards of which no job speaks and that were used more recently are not evicted, so a cache
+                that is too small for the shards in play serves some of them well instead of downloading all of them
+                again and again.
         """
-        self._folder = Path(folder).expanduser() / _FOLDER
+        self._folder = cache_folder(folder)
+        self.foresight = Foresight(self._folder)
         self._max_bytes = max_bytes
         self._min_idle_s = min_idle_s
 
@@ -131,13 +111,16 @@ class NodeCache:
             OSError: The disk is full or fails; read the store instead.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
+        written, since = 0.0, time.monotonic()
         while True:
             found = self.find(key)
             if found is not None:
                 return found, False
             descriptor = self._lock_part(key)
             if descriptor is None:
-                self._check_alive(key)
+                if (latest := self._written_at(key)) != written:
+                    written, since = latest, time.monotonic()
+                self._check_alive(key, time.monotonic() - since)
                 wait(0.02)
                 continue
             found = self.find(key)  # the last writer may have finished between our look and our lock
@@ -146,6 +129,10 @@ class NodeCache:
                 os.close(descriptor)
                 return found, False
             return self._fill(key, descriptor, download), True
+
+    def has(self, key: ShardKey) -> bool:
+        """Tell whether the shard is here, without using it."""
+        return self._file(key, "shard").exists()
 
     def discard(self, key: ShardKey) -> None:
         """Remove a shard whose bytes turned out to be wrong."""
@@ -184,11 +171,16 @@ class NodeCache:
         os.close(descriptor)
         return None
 
-    def _check_alive(self, key: ShardKey) -> None:
-        """Raise when the writer that we wait for has not written for long: its lock may live on in a forked child."""
+    def _written_at(self, key: ShardKey) -> float:
+        """Return when a download was last written to, by the clock of the file system: only its changes count."""
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - self._file(key, "part").stat().st_mtime > _STALLED_S:
-                raise NoRoomError(f"the process that downloads {key.path} has not written for {_STALLED_S:.0f} s")
+            return self._file(key, "part").stat().st_mtime
+        return 0.0
+
+    def _check_alive(self, key: ShardKey, silent_s: float) -> None:
+        """Raise when the writer that we wait for has not written for long: its lock may live on in a forked child."""
+        if silent_s > _STALLED_S:
+            raise NoRoomError(f"the process that downloads {key.path} has not written for {_STALLED_S:.0f} s")
 
     def _make_room(self, key: ShardKey, descriptor: int) -> None:
         """Evict until the shard fits, and reserve its place by the length of the file."""
@@ -196,13 +188,21 @@ class NodeCache:
         if needed > self._max_bytes:
             raise NoRoomError(f"{key.path} has {key.size} bytes, more than cache_bytes = {self._max_bytes}")
         with self._locked_folder():
-            entries = sorted(self._entries(), key=lambda entry: entry[2])
-            excess = sum(size for _, size, _ in entries) + needed - self._max_bytes
-            newest = time.time() - self._min_idle_s
-            for path, size, used_s in entries:
+            due = self.foresight.due()
+            wanted_in_s = due.seconds(key.digest.hex()) or 0.0
+            entries = []
+            excess = needed - self._max_bytes
+            for path, size, used_s in self._entries():
+                excess += size
+                due_in_s = due.seconds(path.stem)
+                # A clock that was set back has left uses in the future: these are no newer than others.
+                is_idle = abs(time.time() - used_s) >= self._min_idle_s
+                if path.suffix == ".shard" and (is_idle if due_in_s is None else due_in_s > wanted_in_s):
+                    entries.append((-math.inf if due_in_s is None else -due_in_s, used_s, path, size))
+            for _, _, path, size in sorted(entries):
                 if excess <= 0:
                     break
-                if path.suffix == ".shard" and used_s <= newest and _remove_unused(path):
+                if _remove_unused(path):
                     excess -= size
             if excess > 0:
                 raise NoRoomError(
@@ -264,107 +264,3 @@ def _remove_unused(path: Path) -> bool:
         return True
     finally:
         os.close(descriptor)
-
-
-class ShardDownloads:
-    """The cache of one reader: requests served from it, whole shards brought into it in parallel parts."""
-
-    def __init__(
-        self,
-        options: ReadOptions,
-        metrics: ReadMetrics,
-        fetch: Callable[[Store, str, int, int], Future[Fetched]],
-        sleep: Callable[[float], None],
-    ) -> None:
-        """Open nothing yet; `fetch` starts one range of a store, `sleep` waits, or raises when the reader is closed."""
-        self._cache = NodeCache(options.cache_dir or "", options.cache_bytes or 0)
-        self._metrics = metrics
-        self._fetch = fetch
-        self._sleep = sleep
-        self._part_bytes = min(_PART_BYTES, options.max_request_bytes)
-        self._max_parts = options.max_inflight
-        self._slots = threading.Semaphore(_SHARDS_AT_A_TIME)
-        self._sizes: dict[tuple[str, str], int] = {}
-        self._disk_failed = False
-        self._warned: set[str] = set()
-
-    def read(self, store: Store, request: RangeRequest) -> Fetched | None:
-        """Return the request's bytes from the cache, or None when it cannot take the shard: read the store then."""
-        key = self._key(store, request)
-        try:
-            shard = self._cache.find(key)
-            downloaded = False
-            if shard is None:
-                if self._disk_failed:
-                    return None
-                shard, downloaded = self._obtain(store, key)
-        except NoRoomError as error:
-            self._warn_once("room", f"{error}. Such shards are read from the store each time; raise cache_bytes.")
-            return None
-        except ChangedObjectError:
-            return None  # who reads the range itself can tell a shard that was cut from one that was replaced
-        except OSError as error:
-            self._disk_failed = True
-            self._warn_once("disk", f"{error.strerror or error}. Shards that are not in it are read from the store.")
-            return None
-        try:
-            self._metrics.add(cache_downloads=int(downloaded), cache_hits=int(not downloaded))
-            return Fetched(shard.read(request.offset, request.size), key.size, request.etag)
-        finally:
-            shard.close()
-
-    def discard(self, store: Store, request: RangeRequest) -> None:
-        """Remove a shard that holds wrong bytes."""
-        try:
-            self._cache.discard(self._key(store, request))
-        except OSError as error:
-            self._warn_once("discard", f"{error.strerror or error}. A damaged shard could not be removed from it.")
-
-    def _obtain(self, store: Store, key: ShardKey) -> tuple[CachedShard, bool]:
-        while not self._slots.acquire(timeout=0.1):
-            self._sleep(0)
-        try:
-            return self._cache.obtain(key, lambda descriptor: self._download(store, key, descriptor), self._sleep)
-        finally:
-            self._slots.release()
-
-    def _key(self, store: Store, request: RangeRequest) -> ShardKey:
-        size = request.shard_size
-        if size is None:
-            place = (request.root, request.path)
-            if place not in self._sizes:
-                self._sizes[place] = store.head(request.path).size
-            size = self._sizes[place]
-        return ShardKey(request.root, request.path, size, request.etag)
-
-    def _download(self, store: Store, key: ShardKey, descriptor: int) -> None:
-        """Write all parts of a shard, with a bounded number of them under way."""
-        under_way: deque[tuple[int, int, Future[Fetched]]] = deque()
-        try:
-            for begin in range(0, key.size, self._part_bytes):
-                if len(under_way) >= self._max_parts:
-                    _write_part(store.url(key.path), key, descriptor, under_way.popleft())
-                size = min(self._part_bytes, key.size - begin)
-                under_way.append((begin, size, self._fetch(store, key.path, begin, size)))
-            while under_way:
-                _write_part(store.url(key.path), key, descriptor, under_way.popleft())
-        finally:
-            for _, _, future in under_way:
-                future.cancel()
-
-    def _warn_once(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            _log.warning("The node cache goes on without some shards: %s", message)
-
-
-def _write_part(url: str, key: ShardKey, descriptor: int, part: tuple[int, int, Future[Fetched]]) -> None:
-    begin, size, future = part
-    fetched = future.result()
-    check_unchanged_object(url, (key.size, key.etag), fetched)
-    if len(fetched.data) != size:
-        raise StorageError(f"{url} ended at byte {begin + len(fetched.data)} of {key.size}.")
-    view = memoryview(fetched.data)
-    while view:
-        num_written = os.pwrite(descriptor, view, begin)
-        view, begin = view[num_written:], begin + num_written

@@ -9,14 +9,13 @@ left to boto3, if it is installed.
 from __future__ import annotations
 
 import configparser
-import importlib
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from vlm_stream.errors import AccessError, ConfigError, MissingExtraError
+from vlm_stream.errors import AccessError, ConfigError, require
 
 if TYPE_CHECKING:
     from vlm_stream.storage.options import StoreOptions
@@ -151,10 +150,7 @@ def _read_profile(profile: str) -> dict[str, str]:
 
 def _boto3_provider(profile: str) -> Any:
     """Return obstore's own bridge to boto3's credential chain."""
-    try:
-        boto3 = importlib.import_module("boto3")
-    except ImportError:
-        raise MissingExtraError("boto3", "aws", f"The AWS profile '{profile}' (SSO, role or process)") from None
+    boto3 = require("boto3", "aws", f"The AWS profile '{profile}' (SSO, role or process)")
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     return Boto3CredentialProvider(boto3.Session(profile_name=profile))

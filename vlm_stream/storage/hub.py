@@ -10,7 +10,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-from vlm_stream.errors import ConfigError, MissingExtraError, VlmStreamError
+from vlm_stream.errors import ConfigError, VlmStreamError, require
 from vlm_stream.storage.options import StoreOptions
 from vlm_stream.storage.remote import Fault, error_of, fault_of, fault_of_status
 from vlm_stream.storage.store import Fetched, ObjectInfo, Store
@@ -85,12 +85,9 @@ class HubStore(Store):
 
     def _filesystem(self) -> Any:
         if self._files is None:
-            try:
-                from huggingface_hub import HfFileSystem
-            except ImportError:
-                raise MissingExtraError("huggingface_hub", "hub", f"Reading {self.root}") from None
+            hub = require("huggingface_hub", "hub", f"Reading {self.root}")
             token = False if self._options.anonymous else None
-            self._files = HfFileSystem(endpoint=self._options.endpoint, token=token, skip_instance_cache=True)
+            self._files = hub.HfFileSystem(endpoint=self._options.endpoint, token=token, skip_instance_cache=True)
         return self._files
 
 

@@ -10,33 +10,25 @@ import errno
 import os
 import secrets
 import shutil
-from collections import OrderedDict
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlm_stream.errors import AccessError, NotFoundError, StorageError
+from vlm_stream.errors import (
+    NO_DESCRIPTORS,
+    AccessError,
+    ConfigError,
+    NotFoundError,
+    StorageError,
+    say_no_descriptors,
+)
 from vlm_stream.storage.store import Fetched, ObjectInfo, Store, local_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_MAX_OPEN_FILES = 128
 _TEMP_PREFIX = ".vlm-stream-"
 _COPY_BYTES = 1 << 20
-
-
-class _OpenFile:
-    """A descriptor that is closed when its last reader drops it."""
-
-    __slots__ = ("descriptor",)
-
-    def __init__(self, path: str) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
 
 
 class LocalStore(Store):
@@ -44,8 +36,6 @@ class LocalStore(Store):
 
     def __init__(self, url: str) -> None:
         self.root = local_path(url)
-        # Files stay open, because to open one is slow on network file systems.
-        self._open_files: OrderedDict[str, _OpenFile] = OrderedDict()
 
     def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
         return type(self), (self.root,)
@@ -56,13 +46,15 @@ class LocalStore(Store):
 
     def fetch(self, path: str, offset: int, size: int) -> Fetched:
         """Do so. Local files have no etag: copies of a dataset must stay equal."""
-        with _translated(self.url(path)):
-            file = self._open(path)  # held by name: the last reader closes it
-            data = os.pread(file.descriptor, size, offset)
+        with _translated(self.url(path)), FileIO(self._path(path)) as file:
+            there = os.fstat(file.fileno()).st_size
+            # Memory is taken for what is there, not for what an index says.
+            size = max(min(size, there - offset), 0)
+            data = os.pread(file.fileno(), size, offset)
             # The kernel stops at 2 GB, network file systems where they like.
-            while len(data) < size and (more := os.pread(file.descriptor, size - len(data), offset + len(data))):
+            while len(data) < size and (more := os.pread(file.fileno(), size - len(data), offset + len(data))):
                 data += more
-            return Fetched(data, os.fstat(file.descriptor).st_size, None)
+            return Fetched(data, there, None)
 
     def put(self, path: str, data: bytes | Path) -> None:
         """Write to a temporary file in the same folder, flush to disk, then rename over the target."""
@@ -85,7 +77,6 @@ class LocalStore(Store):
                 temporary.unlink(missing_ok=True)
                 raise
             _sync_folder(target.parent)
-        self._open_files.pop(path, None)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield the files; unfinished writes are left out."""
@@ -106,21 +97,9 @@ class LocalStore(Store):
     def delete(self, path: str) -> None:
         with _translated(self.url(path)):
             self._path(path).unlink()
-        self._open_files.pop(path, None)
 
     def _path(self, path: str) -> Path:
         return Path(self.root, self.check_path(path))
-
-    def _open(self, path: str) -> _OpenFile:
-        # Without a lock, which a fork could leave locked: each step is atomic, and to open a file twice does no harm.
-        file = self._open_files.get(path)
-        if file is None:
-            file = self._open_files[path] = _OpenFile(str(self._path(path)))
-        with contextlib.suppress(KeyError):
-            self._open_files.move_to_end(path)
-            if len(self._open_files) > _MAX_OPEN_FILES:
-                self._open_files.popitem(last=False)
-        return file
 
 
 def _sync_folder(folder: Path) -> None:
@@ -145,6 +124,12 @@ def _translated(url: str) -> Iterator[None]:
         ) from error
     except PermissionError as error:
         raise AccessError(f"{url} may not be opened by this user ({error.strerror}). Check its mode.") from error
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise NotFoundError(f"There is no file {url!r}, because that is no path ({error}). Check the path.") from error
     except OSError as error:
+        if error.errno in NO_DESCRIPTORS:
+            raise StorageError(say_no_descriptors(f"{url} could not be opened")) from error
         hint = "Free some space." if error.errno == errno.ENOSPC else "Check the disk and the mount."
         raise StorageError(f"{url} could not be read or written: {error.strerror or error}. {hint}") from error

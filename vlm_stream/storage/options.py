@@ -27,7 +27,8 @@ class RetryOptions:
     """When to try again, how long to wait, when to give up."""
 
     max_retries: int = 10
-    """Further attempts after the first, per request. A store that throttles is asked until the deadline."""
+    """Further attempts after the first, per request. A store that throttles, or has answered before, is asked until the
+    deadline."""
     backoff_s: float = 0.1
     """Wait before the first retry; about doubles with each further one, with jitter."""
     max_backoff_s: float = 10.0
@@ -61,6 +62,9 @@ class StoreOptions:
     """Give up connecting after this long, and try again."""
     read_timeout_s: float = 10.0
     """A body that brings no byte for this long is broken, and resumed."""
+    tars: tuple[str, ...] = ()
+    """Folders or buckets, as URLs, that a dataset's manifest may name as the place of its tars; by default only the
+    host or bucket that the dataset lies on, and its own folder where that is local."""
     retry: RetryOptions = RetryOptions()
 
     def __post_init__(self) -> None:

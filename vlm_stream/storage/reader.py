@@ -16,10 +16,11 @@ import time
 from collections import deque
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Union
 
 from vlm_stream.errors import BadSampleError, NotFoundError, StorageError
-from vlm_stream.storage.cache import ShardDownloads
+from vlm_stream.storage.downloads import ShardDownloads
 from vlm_stream.storage.options import ReadOptions
 from vlm_stream.storage.spans import RangeRequest, check_unchanged, open_sample, plan_requests
 from vlm_stream.storage.store import Fetched, Store, open_store
@@ -56,8 +57,6 @@ class ReadTotals:
     """Requests that found their shard in the node cache, or got it from another's download."""
     cache_downloads: int = 0
     """Whole shards that this process brought into the node cache."""
-    queue_wait_s: float = 0.0
-    """Time that the consumer waited for bytes."""
 
 
 class ReadMetrics:
@@ -82,22 +81,30 @@ class ReadMetrics:
 class SpanReader:
     """Reads spans of any number of stores. Use it as a context manager; it may be pickled."""
 
-    def __init__(self, options: ReadOptions | None = None, store_options: StoreOptions | None = None) -> None:
+    def __init__(
+        self,
+        options: ReadOptions | None = None,
+        store_options: StoreOptions | None = None,
+        *,
+        have_answered: bool = False,
+    ) -> None:
         """Keep the options; threads and connections begin with the first read.
 
         Args:
             options: How to merge, how many requests at a time.
             store_options: How to open the stores that the spans name.
+            have_answered: They have, to another process: only the deadline ends the patience with them.
         """
         self._options = options or ReadOptions()
         self._store_options = store_options
+        self._have_answered = have_answered
         self._metrics = ReadMetrics()
         self._engine: _Engine | None = None
         self._pid = os.getpid()
 
-    def __reduce__(self) -> tuple[type[SpanReader], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[partial[SpanReader], tuple[object, ...]]:
         """Travel to another process without threads, connections and counts."""
-        return type(self), (self._options, self._store_options)
+        return partial(type(self), have_answered=self._have_answered), (self._options, self._store_options)
 
     def __enter__(self) -> SpanReader:
         return self
@@ -111,12 +118,15 @@ class SpanReader:
         self._renew_after_fork()
         return self._metrics.totals()
 
-    def begin(self, spans: Sequence[Span]) -> Reading:
-        """Start to read some spans and return at once; requests that began earlier are served earlier."""
+    def begin(self, spans: Sequence[Span], num_samples: int | None = None, helps: Sequence[Span] = ()) -> Reading:
+        """Start to read some spans and return at once; requests that began earlier are served earlier.
+
+        They are so many samples; by default each is one. What helps is read, too, as far as it can be.
+        """
         self._renew_after_fork()
         if self._engine is None:
-            self._engine = _Engine(self._options, self._store_options, self._metrics)
-        return Reading(spans, self._engine)
+            self._engine = _Engine(self._options, self._store_options, self._metrics, have_answered=self._have_answered)
+        return Reading(spans, self._engine, len(spans) if num_samples is None else num_samples, helps)
 
     def close(self) -> None:
         """Stop what is under way, end the threads, close the connections. A later read starts again."""
@@ -133,8 +143,10 @@ class SpanReader:
 class Reading:
     """The spans of one `begin`, being read in the background."""
 
-    def __init__(self, spans: Sequence[Span], engine: _Engine) -> None:
-        self._spans = list(spans)
+    def __init__(self, spans: Sequence[Span], engine: _Engine, num_samples: int, helps: Sequence[Span] = ()) -> None:
+        self._spans = [*spans, *helps]
+        self._num_needed = len(spans)
+        self._num_samples = num_samples
         self._engine = engine
         self._requests: deque[tuple[RangeRequest, Future[Fetched]]] = deque()
         """Those whose bytes were not taken yet."""
@@ -145,12 +157,13 @@ class Reading:
     def results(self) -> list[SpanResult]:
         """Wait; return the members of each span, or what is wrong with it, in the order of the spans. Call it once.
 
+        Those of what only helps come last; whatever keeps them from being read is said of them, and not raised.
+
         Raises:
             ChangedObjectError: A shard was replaced by another than the manifest describes. (One that was cut short
                 or is missing gives bad samples.)
             StorageError: Bytes could not be read, after all retries; or the reading was cancelled.
         """
-        begun_s = time.perf_counter()
         parts: list[list[memoryview]] = [[] for _ in self._spans]
         missing: dict[int, BadSampleError] = {}
         try:
@@ -160,7 +173,9 @@ class Reading:
                 request, future = self._requests.popleft()
                 try:
                     fetched = future.result()
-                except NotFoundError as error:
+                except StorageError as error:
+                    if not isinstance(error, NotFoundError) and min(request.spans) < self._num_needed:
+                        raise
                     bad = BadSampleError("read", "missing_shard", f"{error} The sample is left out.")
                     missing |= dict.fromkeys(request.spans, bad)
                     continue
@@ -174,16 +189,14 @@ class Reading:
             ) from None
         finally:
             self.cancel()  # the rest is not needed any more
-        waited_s = time.perf_counter() - begun_s
         results = [
-            missing[position] if position in missing else self._open(span, parts[position])
+            missing[position] if position in missing else self._open(span, parts[position], position < self._num_needed)
             for position, span in enumerate(self._spans)
         ]
         self._engine.metrics.add(
-            samples=len(results),
-            bad_samples=sum(isinstance(result, BadSampleError) for result in results),
+            samples=self._num_samples,
+            bad_samples=sum(isinstance(result, BadSampleError) for result in results[: self._num_needed]),
             bytes_wanted=sum(span.size for span in self._spans),
-            queue_wait_s=waited_s,
         )
         return results
 
@@ -194,10 +207,10 @@ class Reading:
             future.cancel()
         self._requests.clear()  # an outcome may hold a connection
 
-    def _open(self, span: Span, parts: list[memoryview]) -> SpanResult:
+    def _open(self, span: Span, parts: list[memoryview], is_needed: bool) -> SpanResult:
         """Check and cut one sample; read it once more where its bytes look damaged."""
         result = open_sample(span, parts[0] if len(parts) == 1 else memoryview(b"".join(parts)))
-        if isinstance(result, BadSampleError) and result.reason in ("crc_mismatch", "truncated"):
+        if is_needed and isinstance(result, BadSampleError) and result.reason in ("crc_mismatch", "truncated"):
             again = self._engine.read_again(span)
             check_unchanged(span, again)
             result = open_sample(span, memoryview(again.data))
@@ -234,10 +247,13 @@ _BUCKETS: dict[tuple[str, float], TokenBucket] = {}
 class _Engine:
     """Runs requests against any number of stores."""
 
-    def __init__(self, options: ReadOptions, store_options: StoreOptions | None, metrics: ReadMetrics) -> None:
+    def __init__(
+        self, options: ReadOptions, store_options: StoreOptions | None, metrics: ReadMetrics, *, have_answered: bool
+    ) -> None:
         self.options = options
         self.metrics = metrics
         self._store_options = store_options
+        self._have_answered = have_answered
         self._stores: dict[str, Store] = {}
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._slots = asyncio.Semaphore(options.max_inflight)
@@ -245,7 +261,7 @@ class _Engine:
         self._closing = threading.Event()
         self._downloads = None
         if options.cache_dir is not None:
-            self._downloads = ShardDownloads(options, metrics, self._start, self._sleep)
+            self._downloads = ShardDownloads(options, metrics, self._start, self._sleep, self._stores)
 
     def submit(self, request: RangeRequest) -> Future[Fetched]:
         """Start a request; those submitted earlier start earlier."""
@@ -279,6 +295,8 @@ class _Engine:
             future.cancel()
         if sys.is_finalizing():  # the reader was never closed: the interpreter has ended the threads already
             return
+        if self._downloads is not None:
+            self._downloads.close()
         for pool in self._pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
         self._stores.clear()
@@ -327,4 +345,5 @@ class _Engine:
     def _store(self, root: str) -> Store:
         if root not in self._stores:
             self._stores[root] = open_store(root, self._store_options)
+            self._stores[root].has_answered |= self._have_answered
         return self._stores[root]

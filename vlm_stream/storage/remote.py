@@ -30,6 +30,7 @@ from vlm_stream.errors import (
     NotFoundError,
     StorageError,
     VlmStreamError,
+    say_no_descriptors,
 )
 from vlm_stream.storage.credentials import client_settings
 from vlm_stream.storage.options import StoreOptions
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _PART_BYTES = 16 * 1024 * 1024
 _LIST_CHUNK = 1000
+_BACKOFF_BASE = 4.0
+"""The client draws each wait between the first one and the last one times this: below 2.8 waits would not grow."""
 _LOCK = threading.Lock()
 _LOOP: asyncio.AbstractEventLoop | None = None
 _LOOP_PID = 0
@@ -52,8 +55,8 @@ def in_background(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -
     """Start a coroutine on this process's event loop; to cancel the future ends the request.
 
     Raises:
-        StorageError: This process was forked after its parent had used a remote store: the threads of the loop and of
-            obstore did not survive that, and no request would ever end.
+        StorageError: No descriptor is left; or this process was forked after its parent had used a remote store: the
+            threads of the loop and of obstore did not survive that, and no request would ever end.
     """
     global _LOOP, _LOOP_PID
     if _LOOP is not None and os.getpid() != _LOOP_PID:
@@ -64,7 +67,10 @@ def in_background(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -
         )
     with _LOCK:
         if _LOOP is None:
-            _LOOP, _LOOP_PID = asyncio.new_event_loop(), os.getpid()
+            try:
+                _LOOP, _LOOP_PID = asyncio.new_event_loop(), os.getpid()
+            except OSError as error:  # a loop needs three descriptors
+                raise StorageError(say_no_descriptors("no request to a store could be made")) from error
             threading.Thread(target=_LOOP.run_forever, name="vlm-stream-requests", daemon=True).start()
             atexit.register(_cancel_all, _LOOP, _LOOP_PID)
     return asyncio.run_coroutine_threadsafe(function(*args), _LOOP)
@@ -110,6 +116,11 @@ class ObjectStore(Store):
         return await self._get(path, (offset, offset + size))
 
     def put(self, path: str, data: bytes | Path) -> None:
+        # Asked all the same, web servers answer as if it could pass, and the client looks for a role of this machine.
+        if self._is_web:
+            raise StorageError(f"{self.root} is a plain web server, which takes no files. Write to another store.")
+        if self._options.anonymous and scheme_of(self.root) == "gs":
+            raise AccessError(f"{self.root} is used anonymous, and GCS takes no unsigned files. Leave that option out.")
         # In parts when it is large; it appears once all of them are there.
         _wait(self._once, path, lambda obs, client: obs.put_async(client, path, data, chunk_size=_PART_BYTES))
 
@@ -148,15 +159,18 @@ class ObjectStore(Store):
             num_attempts += 1
             answer = await obs.get_async(client, path, options={"range": bounds} if bounds else {})
             meta = answer.meta
+            self.has_answered = True
             try:
                 data = await answer.bytes_async()
-            except Exception:
+            except Exception as error:
                 # A body is resumed only if the object is still the same, but the client does not say when it is not.
                 etag = (await obs.head_async(client, path))["e_tag"]
                 if etag != meta["e_tag"]:
                     fault = Fault("changed", f"etag {meta['e_tag']}, then {etag}")
                     raise error_of(fault, self.url(path), 0.0) from None
-                raise
+                # Whatever the resumed request was told (that the object ends before it, say), its bytes are there.
+                fault = Fault("transient", fault_of(error).text)
+                raise _PassingError(str(error_of(fault, self.url(path), 0.0)), fault) from error
             return Fetched(memoryview(data), meta["size"], meta["e_tag"], num_attempts - 1)
 
         try:
@@ -165,17 +179,23 @@ class ObjectStore(Store):
             return Fetched(b"", None, None)
 
     async def _patiently(self, path: str, operation: Callable[[Any, Any], Awaitable[T]]) -> T:
-        """Run something that may be repeated. A store that throttles is alive: only the deadline ends the patience."""
+        """Run something that may be repeated.
+
+        A store that throttles is alive, and one that has answered before will be again: only the deadline ends the
+        patience. Others may not be there at all, and have the retries that the client makes.
+        """
         retry = self._options.retry
         last = Fault("transient", "no answer in time")
+        pause_s = retry.backoff_s
         try:
             async with asyncio.timeout(retry.deadline_s):
                 while True:
                     try:
                         return await self._once(path, operation)
-                    except _ThrottledError as error:
+                    except _PassingError as error:
                         last = error.fault
-                    await asyncio.sleep(random.random() * retry.max_backoff_s)
+                    pause_s = retry.max_backoff_s if last.kind == "throttled" else min(2 * pause_s, retry.max_backoff_s)
+                    await asyncio.sleep(random.random() * pause_s)
         except TimeoutError:
             raise error_of(last, self.url(path), retry.deadline_s) from None
 
@@ -187,15 +207,18 @@ class ObjectStore(Store):
         try:
             if self._client is None:  # all of this runs on one thread
                 self._client = self._build(obstore)
-            return await operation(obstore, self._client)
+            found = await operation(obstore, self._client)
+            self.has_answered = True
+            return found
         except VlmStreamError:
             raise
         except Exception as error:
             fault = fault_of(error)
             if fault.kind == "past_end":
                 raise _PastEndError from error
-            found = error_of(fault, self.url(path), time.monotonic() - begun_s)
-            raise (_ThrottledError(str(found), fault) if fault.kind == "throttled" else found) from error
+            sentence = error_of(fault, self.url(path), time.monotonic() - begun_s)
+            passes = fault.kind == "throttled" or (fault.kind == "transient" and self.has_answered)
+            raise (_PassingError(str(sentence), fault) if passes else sentence) from error
 
     def _build(self, obstore: Any) -> Any:
         name, arguments = client_settings(self.root, self._options)
@@ -206,6 +229,7 @@ class ObjectStore(Store):
             "backoff": {
                 "init_backoff": timedelta(seconds=retry.backoff_s),
                 "max_backoff": timedelta(seconds=retry.max_backoff_s),
+                "base": _BACKOFF_BASE,
             },
         }
         try:
@@ -217,8 +241,8 @@ class ObjectStore(Store):
             ) from error
 
 
-class _ThrottledError(StorageError):
-    """The store said that it is busy, also to the client's retries."""
+class _PassingError(StorageError):
+    """The store is busy or away, also after the client's retries; it will be there again."""
 
     def __init__(self, text: str, fault: Fault) -> None:
         super().__init__(text)

@@ -11,8 +11,9 @@ Members, spans and requests are tuples: many are made, and a frozen dataclass ta
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import crc32c
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
     from vlm_stream.storage.options import ReadOptions
     from vlm_stream.storage.store import Buffer, Fetched
+
+
+_MAX_SPAN: Final = 1 << 36
+"""Bytes of a sample."""
 
 
 class Member(NamedTuple):
@@ -54,6 +59,21 @@ class Span(NamedTuple):
     etag: str | None = None
 
 
+class ShardKey(NamedTuple):
+    """Which version of which shard."""
+
+    root: str
+    path: str
+    size: int
+    etag: str | None
+
+    @property
+    def digest(self) -> bytes:
+        """Return the name under which the shard is kept."""
+        text = "\0".join((self.root, self.path, str(self.size), (self.etag or "").strip('"')))
+        return hashlib.sha256(text.encode()).digest()
+
+
 class RangeRequest(NamedTuple):
     """One range of one shard, and which spans it serves."""
 
@@ -70,10 +90,13 @@ class RangeRequest(NamedTuple):
 def plan_requests(spans: Sequence[Span], options: ReadOptions) -> list[RangeRequest]:
     """Cover every span by requests, in the order in which their first span is needed.
 
-    A span larger than a request is covered by several, in offset order.
+    What lies at no place of a shard is not asked for. A span larger than a request is covered by several, in offset
+    order.
     """
     by_shard: dict[tuple[object, ...], list[int]] = {}
     for position, span in enumerate(spans):
+        if _is_nowhere(span):
+            continue
         by_shard.setdefault((span.root, span.path, span.shard_size, span.etag), []).append(position)
     requests: list[RangeRequest] = []
     for positions in by_shard.values():
@@ -157,6 +180,12 @@ def check_unchanged_object(url: str, expected: tuple[int | None, str | None], fe
 
 def open_sample(span: Span, data: memoryview) -> dict[str, memoryview] | BadSampleError:
     """Return each member's content as a view of the span's bytes, or what is wrong with them."""
+    if _is_nowhere(span):
+        return _bad(
+            span,
+            "member_outside_span",
+            "no shard has such a place, so the sample is left out. The index is damaged; index the shard again.",
+        )
     if len(data) < span.size:
         return _bad(
             span,
@@ -174,7 +203,7 @@ def open_sample(span: Span, data: memoryview) -> dict[str, memoryview] | BadSamp
     found = {}
     for name, offset, length in span.members:
         begin = offset - span.offset
-        if begin < 0 or begin + length > span.size:
+        if begin < 0 or length < 0 or begin + length > span.size:
             return _bad(
                 span,
                 "member_outside_span",
@@ -183,6 +212,11 @@ def open_sample(span: Span, data: memoryview) -> dict[str, memoryview] | BadSamp
             )
         found[name] = data[begin : begin + length]
     return found
+
+
+def _is_nowhere(span: Span) -> bool:
+    """Tell whether a range cannot be one of a sample: it would be asked for in more parts than memory holds."""
+    return span.offset < 0 or not 0 <= span.size <= _MAX_SPAN
 
 
 def _bad(span: Span, reason: str, detail: str) -> BadSampleError:

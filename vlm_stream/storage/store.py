@@ -45,9 +45,10 @@ def local_path(url: str) -> str:
     if _SCHEME.match(url):
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
+            host = parts.netloc.rpartition("@")[2]
             raise ConfigError(
-                f"{url} names the host '{parts.netloc}', so it cannot be read as a local file. "
-                f"Write three slashes for a local path: file:///{parts.netloc}{parts.path}"
+                f"{url} names the host '{host}', so it cannot be read as a local file. "
+                f"Write three slashes for a local path: file:///{host}{parts.path}"
             )
         return str(Path(unquote(parts.path)).absolute())
     path = Path(url)
@@ -63,6 +64,32 @@ def join_url(root: str, path: str) -> str:
     if not path:
         return root
     return root + path if root.endswith("/") else f"{root}/{path}"
+
+
+def host_of(url: str) -> tuple[str, str]:
+    """Return scheme, and host or bucket.
+
+    >>> host_of("HTTPS://user@Host:80/a"), host_of("/data/set")
+    (('https', 'host:80'), ('file', ''))
+    """
+    scheme = scheme_of(url)
+    if scheme == "file":
+        return scheme, ""
+    place = url.partition("://")[2]
+    host = place.replace("\\", "/").partition("/")[0].partition("?")[0].partition("#")[0].rpartition("@")[2].lower()
+    # On the hub the owner and the name are what a bucket is elsewhere.
+    return (scheme, "/".join(place.split("/")[:3])) if scheme == "hf" else (scheme, host)
+
+
+def is_under(url: str, folder: str) -> bool:
+    """Tell whether a URL is that of a folder, or lies in it; one with `..` in it lies nowhere.
+
+    >>> is_under("s3://a/data/x", "s3://a/data"), is_under("s3://a/database", "s3://a/data")
+    (True, False)
+    """
+    inner, outer = url.rstrip("/"), folder.rstrip("/")
+    is_plain = ".." not in re.split(r"[/\\]|%2[fF]|%5[cC]", inner.replace("%2e", ".").replace("%2E", "."))
+    return is_plain and host_of(inner) == host_of(outer) and (inner == outer or inner.startswith(f"{outer}/"))
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -111,6 +138,8 @@ class Store(ABC):
 
     root: str
     """URL of the store, without a slash at its end."""
+    has_answered = False
+    """Whether a request was answered: then it is there, and only the deadline ends the patience with it."""
 
     def url(self, path: str) -> str:
         """Return the URL of one object, as messages name it."""

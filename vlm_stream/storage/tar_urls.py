@@ -6,6 +6,7 @@ Enters: patterns. Leaves: one root and relative names, in the order given. Only 
 from __future__ import annotations
 
 import posixpath
+import re
 from fnmatch import fnmatchcase
 from glob import glob, has_magic
 from typing import TYPE_CHECKING, Final
@@ -18,11 +19,16 @@ if TYPE_CHECKING:
 
     from vlm_stream.storage.options import StoreOptions
 
-__all__ = ["expand_urls", "names_tars"]
-
 _TAR: Final = ".tar"
 _COMPRESSED: Final = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
 _JOIN: Final = "::"
+_RANGE: Final = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?")
+_MOST_DIGITS: Final = 18
+_LETTERS: Final = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?\d+)?")
+_NUM_LETTERS: Final = 52
+"""The most that a range of letters stands for."""
+_MOST_NAMES: Final = 1 << 22
+_MOST_CHARACTERS: Final = 1 << 28
 
 
 def names_tars(url: str) -> bool:
@@ -61,19 +67,13 @@ def expand_urls(patterns: Sequence[str], options: StoreOptions | None = None) ->
 
 
 def _expand(pattern: str, options: StoreOptions | None) -> list[str]:
-    from braceexpand import braceexpand
-
     if pattern.startswith("pipe:"):
         raise ConfigError(
             f"'{pattern}' is a command, which gives a stream, and samples are read at their offsets, so it cannot be "
             f"used. Name what it reads: s3://, gs://, az:// or https:// URLs are read directly."
         )
-    try:
-        urls = list(braceexpand(pattern))
-    except ValueError as error:
-        raise ConfigError(f"{pattern} has a brace without its pair: write ranges as {{000..127}}.") from error
     found = []
-    for url in urls:
+    for url in expand_braces(pattern):
         is_local = scheme_of(url) == "file"
         place = local_path(url) if is_local else url.rstrip("/")
         if has_magic(place):
@@ -85,6 +85,60 @@ def _expand(pattern: str, options: StoreOptions | None) -> list[str]:
         if not found[-1]:
             raise ConfigError(f"{url} holds no .tar file, so there is nothing to index there.")
     return [url for urls_of_one in found for url in urls_of_one]
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Return what a pattern with braces stands for; how much that is is counted first.
+
+    >>> expand_braces("{00..02}.tar")
+    ['00.tar', '01.tar', '02.tar']
+
+    Raises:
+        ConfigError: A brace lacks its pair, or the pattern stands for more than any dataset has.
+    """
+    from braceexpand import braceexpand
+
+    try:
+        num_names = _count(pattern)
+        if num_names <= min(_MOST_NAMES, _MOST_CHARACTERS // max(len(pattern), 1)):
+            return list(braceexpand(pattern))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{pattern!r:.200} has a brace without its pair: write ranges as {{000..127}}.") from error
+    raise ConfigError(f"{pattern!r:.200} stands for more names than any dataset has. Write a smaller range.")
+
+
+def _count(pattern: str) -> int:
+    """Return how many texts a pattern stands for, or more: steps of ranges are not looked at."""
+    total, depth, begin, at = 1, 0, 0, 0
+    while at < len(pattern):
+        if pattern[at] == "\\":
+            at += 1
+        elif pattern[at] == "{":
+            begin = begin if depth else at + 1
+            depth += 1
+        elif pattern[at] == "}":
+            depth -= 1
+            if depth == 0:
+                total *= _count_choices(pattern[begin:at])
+        at += 1
+    return total
+
+
+def _count_choices(inner: str) -> int:
+    if ends := _RANGE.fullmatch(inner):
+        if max(map(len, ends.groups())) > _MOST_DIGITS:
+            return _MOST_NAMES + 1
+        first, last = map(int, ends.groups())
+        return abs(last - first) + 1
+    if _LETTERS.fullmatch(inner):
+        return _NUM_LETTERS
+    total, depth, begin = 0, 0, 0
+    for at, sign in enumerate(inner):
+        depth += (sign == "{") - (sign == "}")
+        if sign == "," and depth == 0:
+            total += _count(inner[begin:at])
+            begin = at + 1
+    return total + _count(inner[begin:])
 
 
 def _list_tars(folder: str, options: StoreOptions | None, prefix: str = "") -> list[str]:

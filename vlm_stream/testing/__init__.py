@@ -1,4 +1,4 @@
-"""Real processors, tiny models and toy data without any download: for tests, the demo, and users' own offline tests.
+"""Real processors, tiny models and toy data without any download: for tests, examples, and users' own tests.
 
 Enter a family name (as transformers names its folders) and a seed; leave real transformers objects and real media
 bytes. Nothing here is mocked and nothing reads the network. The rest of the package must not import this
@@ -12,14 +12,11 @@ Files, in the order the data meets them:
     processors.py         `build_processor(family)`
     models.py             `build_tiny_model(family, processor)`
     conformance/          does a trainer train on exactly what our own loop would have given it?
-    demo.py               the whole road on a laptop
     torchvision_shim.py   lets torchvision be imported beside a CPU build of torch
 
 Importing this room arranges for that shim (it acts only when torchvision is imported and would fail) and loads nothing
 else: names come in on first use.
 """
-
-from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -27,36 +24,17 @@ from typing import TYPE_CHECKING, Any
 from vlm_stream.testing import torchvision_shim
 
 _HOMES = {
-    "FAMILIES": "processors",
-    "MODEL_FAMILIES": "models",
-    "MORE_FAMILIES": "processors",
-    "build_processor": "processors",
-    "build_tiny_model": "models",
-    "make_grey_jpeg": "toy_media",
-    "make_jpeg": "toy_media",
-    "make_mp4": "toy_media",
-    "make_palette_png": "toy_media",
-    "make_png_with_alpha": "toy_media",
-    "make_toy_dataset": "toy_data",
-    "make_toy_image": "toy_media",
-    "make_wav": "toy_media",
+    name: module
+    for module, names in {
+        "models": "MODEL_FAMILIES build_tiny_model",
+        "processors": "FAMILIES MORE_FAMILIES build_processor",
+        "toy_data": "make_toy_dataset",
+        "toy_media": "make_grey_jpeg make_jpeg make_mp4 make_palette_png make_png_with_alpha make_toy_image make_wav",
+    }.items()
+    for name in names.split()
 }
 
-__all__ = [
-    "FAMILIES",
-    "MODEL_FAMILIES",
-    "MORE_FAMILIES",
-    "build_processor",
-    "build_tiny_model",
-    "make_grey_jpeg",
-    "make_jpeg",
-    "make_mp4",
-    "make_palette_png",
-    "make_png_with_alpha",
-    "make_toy_dataset",
-    "make_toy_image",
-    "make_wav",
-]
+__all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
     from vlm_stream.testing.models import MODEL_FAMILIES, build_tiny_model
@@ -82,4 +60,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

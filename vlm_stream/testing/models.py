@@ -1,15 +1,11 @@
 """`build_tiny_model(family, processor)`: real model classes from small configs, seeded, float32 on the CPU."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from vlm_stream.errors import ConfigError, nearest_name
 from vlm_stream.testing.processors import build_processor, transformers_class
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def _text_config(processor: Any, **more: Any) -> dict[str, Any]:

@@ -1,18 +1,12 @@
 """`build_processor(family)`: a real transformers processor of config classes and a tokenizer trained on the spot."""
 
-from __future__ import annotations
-
 import importlib.util
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from vlm_stream.errors import ConfigError, MissingExtraError, nearest_name
 from vlm_stream.testing.families import FAMILY_PARTS, MORE_PARTS
 from vlm_stream.testing.tokenizer import train_tokenizer, write_template
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["FAMILIES", "MORE_FAMILIES", "build_processor", "transformers_class"]
 
 FAMILIES: Final = tuple(sorted(FAMILY_PARTS))
 """Families that `build_processor` knows and whose tokens are counted exactly, named as transformers' folders."""

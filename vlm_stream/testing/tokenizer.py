@@ -9,14 +9,10 @@ merge into one. The same special tokens give the same ids on every machine.
 token lie inside `{% generation %}`, from which transformers derives the mask of assistant tokens.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 VOCABULARY_SIZE: Final = 700
 
@@ -97,26 +93,16 @@ def train_tokenizer(
 class ChatStyle:
     """What a family writes around turns and in the place of media (Jinja fragments; newlines as written)."""
 
-    turn_begin: str
-    """Opens a turn; `role` is in scope."""
-    turn_end: str
-    """Closes a turn; the assistant's counts as generated."""
-    after_turn: str = ""
-    """Stands between turns and is never generated."""
-    generation_prompt: str = ""
-    """Asks for an answer."""
-    begin: str = ""
-    """Stands before the first turn."""
-    default_system: str = ""
-    """A whole turn that is written when the conversation does not begin with a system turn."""
-    image: str = ""
-    """Stands for an image."""
-    video: str = ""
-    """Stands for a video."""
-    audio: str = ""
-    """Stands for an audio clip."""
-    assistant_name: str = "assistant"
-    """What the family calls the assistant's role."""
+    turn_begin: str  # opens a turn; `role` is in scope
+    turn_end: str  # closes a turn; the assistant's counts as generated
+    after_turn: str = ""  # stands between turns and is never generated
+    generation_prompt: str = ""  # asks for an answer
+    begin: str = ""  # stands before the first turn
+    default_system: str = ""  # a whole turn that is written when the conversation does not begin with a system turn
+    image: str = ""  # stands for an image
+    video: str = ""  # stands for a video
+    audio: str = ""  # stands for an audio clip
+    assistant_name: str = "assistant"  # what the family calls the assistant's role
 
 
 def _literal(text: str) -> str:

@@ -9,17 +9,13 @@ there, cannot build a processor any more. Declaring the two operators is enough 
 nothing at all where torchvision's own library loads.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+from types import ModuleType
+from typing import Any
 
 _SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _keep_alive: list[Any] = []

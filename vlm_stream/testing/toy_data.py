@@ -7,12 +7,11 @@
 <folder>/media/            JPEG and PNG files of many sizes, a few mp4 clips
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,9 +24,6 @@ from vlm_stream.testing.toy_media import (
     make_palette_png,
     make_png_with_alpha,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _WORDS: Final = (
     "the a red blue small large square circle line street house river chart table shows has with above below left "

@@ -8,18 +8,17 @@ from __future__ import annotations
 import io
 import struct
 import wave
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from vlm_stream.errors import ConfigError, MissingExtraError
+from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
     from PIL import Image
 
 _ONE: Final = 0x10000  # 1.0 in the 16.16 fixed point of a track's display matrix
@@ -144,7 +143,6 @@ class ClipSpec:
     """Chooses the picture and the sound."""
 
     def __post_init__(self) -> None:
-        """Refuse what the encoder could not write."""
         if self.num_frames < 1 or self.height < 2 or self.width < 2 or self.height % 2 or self.width % 2:
             raise ConfigError(
                 f"A clip of {self.num_frames} frames of {self.height}x{self.width} cannot be encoded: "
@@ -165,10 +163,8 @@ def make_mp4(spec: ClipSpec | None = None, **fields: Any) -> bytes:
         >>> make_mp4(num_frames=4, height=32, width=32)[4:8]
         b'ftyp'
     """
-    try:
-        import av
-    except ImportError:
-        raise MissingExtraError("av", "video", "Making a toy clip") from None
+    import av
+
     spec = ClipSpec(**fields) if spec is None else spec
     rate = Fraction(spec.fps).limit_denominator(1001)
     buffer = io.BytesIO()

@@ -5,11 +5,14 @@
 `text_tokens` (stored in the index, exact for the processor that counted it) is everything but embeddings, plus one for
 each medium: the rendered chat, marks around media, timestamps, rows of crops. Embeddings follow from the sizes in the
 index and a `Geometry`, so pixel limits may change without a recount; the tokenizer, the chat template, and, for
-families that write about frames or crops, the frame rule may not. Imports numpy; must not import torch or transformers.
+families that write about frames or crops, the frame rule may not (that of keyframes may:
+`FrameText`). Imports numpy; must not import torch or transformers.
 
 Files, in the order the data meets them:
     media.py        sizes of media, of one sample and as columns; which frames are sampled; `check_media_sizes`
+    steps.py        places of keyframes in few numbers
     rules/          one class per kind of rule
+    chat.py         how a processor is used: its tokenizer, its template, its arguments
     asker.py        asks a processor with blank media, for families without a rule
     measure.py      what it answered, kept
     geometry.py     `Geometry`: the rules of one processor, as a value; `count_tokens`, `fake_image_tokens`
@@ -19,10 +22,20 @@ Files, in the order the data meets them:
 """
 
 from vlm_stream.keys import FAKE_IMAGE_SIZE
-from vlm_stream.tokens.asker import template_digest
+from vlm_stream.tokens.asker import media_of, template_digest
+from vlm_stream.tokens.chat import audio_rate, call_arguments, render_template, template_of, tokenizer_of
 from vlm_stream.tokens.families import Processor, read_family
-from vlm_stream.tokens.geometry import Geometry, TokenColumns, count_tokens, fake_image_tokens
+from vlm_stream.tokens.geometry import (
+    Geometry,
+    Resized,
+    TokenColumns,
+    count_image_tokens,
+    count_tokens,
+    fake_image_tokens,
+    repeats_one_token,
+)
 from vlm_stream.tokens.media import (
+    METADATA_READERS,
     AudioSize,
     FrameRule,
     ImageSize,
@@ -30,39 +43,15 @@ from vlm_stream.tokens.media import (
     MediaSizes,
     VideoSize,
     check_media_sizes,
+    choose_keyframes,
+    count_decoded,
     count_frames,
+    count_keyframes,
     frame_indices,
-    join_columns,
     make_columns,
     make_video_metadata,
 )
+from vlm_stream.tokens.rules.audio import resample_length
 from vlm_stream.tokens.rules.grids import smart_resize_image, smart_resize_video
-from vlm_stream.tokens.text import CHARACTERS_PER_TOKEN, TextCounter, guess_text_tokens
-
-__all__ = [
-    "CHARACTERS_PER_TOKEN",
-    "FAKE_IMAGE_SIZE",
-    "AudioSize",
-    "FrameRule",
-    "Geometry",
-    "ImageSize",
-    "MediaColumns",
-    "MediaSizes",
-    "Processor",
-    "TextCounter",
-    "TokenColumns",
-    "VideoSize",
-    "check_media_sizes",
-    "count_frames",
-    "count_tokens",
-    "fake_image_tokens",
-    "frame_indices",
-    "guess_text_tokens",
-    "join_columns",
-    "make_columns",
-    "make_video_metadata",
-    "read_family",
-    "smart_resize_image",
-    "smart_resize_video",
-    "template_digest",
-]
+from vlm_stream.tokens.steps import as_objects, pack_steps, unpack_steps
+from vlm_stream.tokens.text import CHARACTERS_PER_TOKEN, FrameText, TextCounter, guess_text_tokens

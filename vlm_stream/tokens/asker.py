@@ -5,30 +5,21 @@ pixels; then asking takes as long for large images as for small ones. torch is n
 on tensors has imported it.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from vlm_stream.tokens.media import frame_indices, make_video_metadata
+from vlm_stream.tokens.chat import audio_rate, call_arguments, render_template, special_tokens, tokenizer_of
+from vlm_stream.tokens.media import AudioSize, FrameRule, MediaSizes, make_video_metadata, sample_clip
 from vlm_stream.tokens.rules.audio import resample_length
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import TypeVar
-
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.tokens.media import AudioSize, FrameRule, MediaSizes, VideoSize
-
-    R = TypeVar("R")
-
-__all__ = ["Asker", "Count", "audio_rate", "describe", "first_line", "media_of", "render", "template_digest"]
+R = TypeVar("R")
 
 _PROBES: Final[dict[str, tuple[tuple[int, ...], ...]]] = {
     "image": ((300, 500, 1), (700, 200, 1), (56, 84, 1)),
@@ -49,11 +40,9 @@ _PROBE_TEXT: Final = (
 class Count(NamedTuple):
     """An answer."""
 
-    tokens: int
-    """-1: the processor refuses the size."""
+    tokens: int  # -1: the processor refuses the size
     patches: int
-    piece: int
-    """Patches that attend to each other."""
+    piece: int  # patches that attend to each other
 
 
 def template_digest(processor: Any) -> str:
@@ -61,32 +50,22 @@ def template_digest(processor: Any) -> str:
 
     Not the tokenizer's file: releases of the tokenizers library write the same tokenizer differently.
     """
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[::-1])
     probe = tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"]
     return hashlib.sha256(json.dumps([template, vocabulary, list(probe)]).encode()).hexdigest()
 
 
-def render(processor: Any, conversation: Conversation) -> str:
-    """Return what the chat template writes; some classes lose theirs on loading, and their tokenizer keeps it."""
-    tokenizer = getattr(processor, "tokenizer", processor)
-    own, spare = (getattr(part, "chat_template", None) for part in (processor, tokenizer))
-    options = {"chat_template": spare} if own is None and spare is not None else {}
-    text = processor.apply_chat_template([conversation], tokenize=False, **options)
-    return text if isinstance(text, str) else str(text[0])
-
-
 class Asker:
     """Asks one processor; a copy of it, because tokenizers must not be used by two threads at a time."""
 
     def __init__(self, processor: Any) -> None:
-        """Copy the processor."""
         with suppress(Exception):  # remote code may not bear copying
             processor = copy.deepcopy(processor)
         self.processor = processor
         self.name = type(processor).__name__
-        self._tokenizer: Any = getattr(processor, "tokenizer", processor)
+        self._tokenizer = tokenizer_of(processor)
         self._patch = _patch_size(processor)
         self._is_weightless = dict.fromkeys(_PROBES, False)
 
@@ -116,7 +95,6 @@ class Asker:
         return self._with_pixels_at_need(lambda: self._count(medium, size))
 
     def encode(self, text: str, sizes: MediaSizes, rule: FrameRule) -> list[int]:
-        """Return the ids of a rendered sample."""
         return self._with_pixels_at_need(lambda: self._encode(text, sizes, rule))
 
     def _with_pixels_at_need(self, ask: Callable[[], R]) -> R:
@@ -139,15 +117,15 @@ class Asker:
             clip = make_video_metadata(size[0], _CLIP_FPS, size[0] / _CLIP_FPS, range(size[0]))
             media["metadata"] = [clip]
         items: list[dict[str, Any]] = [{"type": medium}] * number
-        text = render(self.processor, [{"role": "user", "content": [*items, {"type": "text", "text": "x"}]}])
+        text = render_template(self.processor, [{"role": "user", "content": [*items, {"type": "text", "text": "x"}]}])
         batch = self._call(text, media)
-        plain = len(self._tokenizer(text, **self._specials(text))["input_ids"])
+        plain = len(self._tokenizer(text, **special_tokens(self.processor, text))["input_ids"])
         patches, piece = self._count_patches(batch)
         return Count((len(_first_row(batch)) - plain) // number + 1, patches // number, piece)
 
     def _encode(self, text: str, sizes: MediaSizes, rule: FrameRule) -> list[int]:
         media: dict[str, list[Any]] = {"image": [self._blank("image", (i.height, i.width)) for i in sizes.images]}
-        clips = [_sample(size, rule) for size in sizes.videos]
+        clips = [sample_clip(size, rule) for size in sizes.videos]
         shapes = [(len(c["frames_indices"]), s.height, s.width) for c, s in zip(clips, sizes.videos, strict=True)]
         media |= {"video": [self._blank("video", shape) for shape in shapes], "metadata": clips}
         rate = audio_rate(self.processor)
@@ -167,20 +145,18 @@ class Asker:
 
         return Image.new("RGB", (size[1], size[0]))
 
-    def _specials(self, text: str) -> dict[str, bool]:
-        begin = self._tokenizer.bos_token
-        return {"add_special_tokens": False} if begin is not None and text.startswith(begin) else {}
-
     def _call(self, text: str, media: dict[str, list[Any]]) -> Any:
         """Call the processor as the encoder does."""
-        options: dict[str, Any] = self._specials(text)
-        if media.get("image"):
-            options["images"] = [media["image"]]
-        if media.get("video"):
-            options |= {"videos": [media["video"]], "do_sample_frames": False, "video_metadata": media["metadata"]}
-        if media.get("audio"):
-            options |= {"audio": media["audio"], "sampling_rate": audio_rate(self.processor)}
-        return self.processor(text=[text], return_tensors="pt", **options)
+        images, videos, sounds = (media.get(medium, []) for medium in _PROBES)
+        options = call_arguments(
+            self.processor, text, images=[images], videos=[videos], metadata=media.get("metadata"), audios=sounds
+        )
+        try:
+            return self.processor(text=[text], return_tensors="pt", **options)
+        except Exception:
+            if not images:
+                raise
+        return self.processor(text=[text], return_tensors="pt", **{**options, "images": images})  # a flat list
 
     def _count_patches(self, batch: Any) -> tuple[int, int]:
         """Return all patches, and those of one piece, by the shapes of pixels: rows of patches, or whole pictures."""
@@ -235,21 +211,8 @@ def _patch_size(processor: Any) -> int:
     return size if isinstance(size, int) and 0 < size <= 32 else 14
 
 
-def audio_rate(processor: Any) -> int:
-    """Return what sound is resampled to."""
-    parts = (getattr(processor, name, None) for name in reversed(_PARTS[2:]))
-    rate = next((rate for part in parts if (rate := getattr(part, "sampling_rate", None))), None)
-    return int(rate or getattr(processor, "audio_sampling_rate", None) or 16000)
-
-
 def _resample(sound: AudioSize, rate: int) -> int:
     return int(resample_length(np.asarray(sound.samples), np.asarray(sound.rate), rate))
-
-
-def _sample(size: VideoSize, rule: FrameRule) -> dict[str, Any]:
-    total = size.frames if size.frames > 0 else int(size.seconds * size.fps)
-    indices = frame_indices(max(total, 1), size.fps, rule, size.picked or None)
-    return make_video_metadata(total, size.fps, size.seconds, indices)
 
 
 def _first_row(batch: Any) -> list[int]:
@@ -258,5 +221,4 @@ def _first_row(batch: Any) -> list[int]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first words of an error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -4,27 +4,21 @@ Which rule a family follows is decided by the class of its processor; the number
 where a processor class overrides what its parts say. Classes are known by name, so transformers is not imported.
 """
 
-from __future__ import annotations
-
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
-from vlm_stream.errors import ConfigError
 from vlm_stream.tokens.geometry import Geometry
 from vlm_stream.tokens.measure import ask
 from vlm_stream.tokens.media import FrameRule
-from vlm_stream.tokens.rules import audio, budgets, grids, pieces
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["Processor", "read_family", "read_geometry"]
+from vlm_stream.tokens.processor_part import Part
+from vlm_stream.tokens.rules import audio, budgets, canvas, grids, pieces
 
 _log = logging.getLogger(__name__)
 
-_VIT_PATCH: Final = 14
-"""Pixels along a patch of the towers whose processors do not tell (InternViT, SigLIP so400m)."""
+_VIT_PATCH: Final = 14  # pixels along a patch of the towers whose processors do not tell (InternViT, SigLIP so400m)
+_NAMED_CROPS: Final = 6  # rows and columns of crops for which tokenizers of SmolVLM and Idefics3 have tokens
 _DEFAULT_FPS: Final = 2.0
 """Processors without a rate of their own would take every frame of a file: 10 s of 720p would be 108,029 tokens."""
 
@@ -34,71 +28,12 @@ class Processor(Protocol):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batch of texts and media."""
-        ...
 
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the text, or the batch, of a conversation."""
-        ...
 
 
-class _Part:
-    """One part of a processor, seen as its processor will call it: class-wide defaults win over the part's config."""
-
-    def __init__(self, processor: Any, names: tuple[str, ...], modality: str) -> None:
-        found = [(name, part) for name in names if (part := getattr(processor, name, None)) is not None]
-        self.exists = bool(found)
-        self._part: Any = found[0][1] if found else None
-        declared = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", None) or {}
-        self._overrides = declared.get(modality, {})
-        self._owner = f"{type(processor).__name__}.{found[0][0] if found else names[0]}"
-
-    def read(self, name: str, default: Any = None) -> Any:
-        """Return a setting; a present None reads as the default."""
-        value = self._overrides.get(name)
-        if value is None:
-            value = getattr(self._part, name, None)
-        return default if value is None else value
-
-    def whole(self, name: str) -> int:
-        """Return a whole number."""
-        return int(self.read(name))
-
-    def ints(self, *names: str, **others: str) -> dict[str, int]:
-        """Return whole numbers: fields of a rule; others than their settings are given with the names of these."""
-        return {
-            field: int(self.read(name)) for field, name in {**dict(zip(names, names, strict=True)), **others}.items()
-        }
-
-    def read_size(self, *names: str) -> int:
-        """Return the first of these keys that the part's `size` (a dict or an object) holds."""
-        size = self.read("size")
-        for name in names:
-            value = size.get(name) if hasattr(size, "get") else getattr(size, name, None)
-            if value:
-                return int(value)
-        raise ConfigError(
-            f"{self._owner} has no {' or '.join(names)} in its size ({size!r}), so its tokens cannot be counted. "
-            "Complete the processor's config."
-        )
-
-    def grid(self) -> dict[str, int]:
-        """Return patches and limits of a Qwen-like part; old versions keep limits as attributes beside `size`."""
-        return {
-            **self.ints("patch_size", "merge_size"),
-            "min_pixels": int(self.read("min_pixels") or self.read_size("min_pixels", "shortest_edge")),
-            "max_pixels": int(self.read("max_pixels") or self.read_size("max_pixels", "longest_edge")),
-        }
-
-    def cap(self) -> int | None:
-        """Return the tokens that frames must share, if the cap of Qwen's video processors is on."""
-        return int(self.read("max_video_tokens")) if self.read("cap_pixels_per_frame") else None
-
-    def rate(self) -> dict[str, int]:
-        """Return the sampling rate of an audio part."""
-        return {"sampling_rate": int(self.read("sampling_rate", 16000))}
-
-
-Reader: TypeAlias = "Callable[[Any, _Part], Any]"
+Reader: TypeAlias = Callable[[Any, Part], Any]
 
 
 class _Family(NamedTuple):
@@ -108,35 +43,27 @@ class _Family(NamedTuple):
     image: Reader | None = None
     video: Reader | None = None
     audio: Reader | None = None
-    temporal: Callable[[Any, _Part], int] = lambda _, __: 1
+    temporal: Callable[[Any, Part], int] = lambda _, __: 1
     """Frames that become one layer of tokens."""
-    max_frames: Callable[[_Part], int | None] = lambda _: None
+    max_frames: Callable[[Part], int | None] = lambda _: None
     """The most frames that its own sampler takes, where that is not `max_frames`."""
 
 
-def _layer(_: Any, part: _Part) -> int:
+def _layer(_: Any, part: Part) -> int:
     return part.whole("temporal_patch_size")
 
 
-def _read_frame_grid(_: Any, part: _Part) -> grids.FrameGrid:
-    return grids.FrameGrid(
-        **part.grid(), temporal_patch_size=part.whole("temporal_patch_size"), capped_tokens=part.cap()
-    )
+def _read_video_grid(rule: type[grids.FrameGrid | grids.ClipGrid]) -> Reader:
+    return lambda _, part: rule(**part.grid(), **part.ints("temporal_patch_size"), capped_tokens=part.cap())
 
 
-def _read_clip_grid(_: Any, part: _Part) -> grids.ClipGrid:
-    return grids.ClipGrid(
-        **part.grid(), temporal_patch_size=part.whole("temporal_patch_size"), capped_tokens=part.cap()
-    )
-
-
-def _read_whisper(_: Any, part: _Part) -> audio.WindowedMel:
+def _read_whisper(_: Any, part: Part) -> audio.WindowedMel:
     window = 2 * int(part.read("n_window", 50))
     return audio.WindowedMel(**part.rate(), hop_length=int(part.read("hop_length", 160)), window_frames=window)
 
 
 def _read_navit(rule: type[budgets.NavitImage | budgets.NavitVideo]) -> Reader:
-    def read(_: Any, part: _Part) -> budgets.NavitImage | budgets.NavitVideo:
+    def read(_: Any, part: Part) -> budgets.NavitImage | budgets.NavitVideo:
         layer = part.ints("temporal_patch_size") if rule is budgets.NavitVideo else {}
         return rule(
             **part.ints("patch_size", "merge_size", "max_patches"),
@@ -147,7 +74,7 @@ def _read_navit(rule: type[budgets.NavitImage | budgets.NavitVideo]) -> Reader:
     return read
 
 
-def _read_gemma3_image(processor: Any, part: _Part) -> pieces.FixedImage:
+def _read_gemma3_image(processor: Any, part: Part) -> pieces.FixedImage:
     crops: dict[str, Any] = {}
     if part.read("do_pan_and_scan"):
         crops |= part.ints(max_crops="pan_and_scan_max_num_crops", min_crop_size="pan_and_scan_min_crop_size")
@@ -156,13 +83,13 @@ def _read_gemma3_image(processor: Any, part: _Part) -> pieces.FixedImage:
     return pieces.FixedImage(tokens_per_view=int(processor.image_seq_length), patches_per_view=patches, **crops)
 
 
-def _read_soft_budget(_: Any, part: _Part) -> budgets.SoftBudget:
+def _read_soft_budget(_: Any, part: Part) -> budgets.SoftBudget:
     return budgets.SoftBudget(
         **part.ints("patch_size", pooling_size="pooling_kernel_size", max_tokens="max_soft_tokens")
     )
 
 
-def _read_internvl_image(processor: Any, part: _Part) -> pieces.TileGrid:
+def _read_internvl_image(processor: Any, part: Part) -> pieces.TileGrid:
     tile, cuts = part.read_size("height"), bool(part.read("crop_to_patches"))
     return pieces.TileGrid(
         tile_size=tile,
@@ -173,12 +100,12 @@ def _read_internvl_image(processor: Any, part: _Part) -> pieces.TileGrid:
     )
 
 
-def _read_internvl_video(processor: Any, _: _Part) -> pieces.FixedFrames:
+def _read_internvl_video(processor: Any, _: Part) -> pieces.FixedFrames:
     patches = (_image_part(processor).read_size("height") // _VIT_PATCH) ** 2
     return pieces.FixedFrames(tokens_per_frame=int(processor.image_seq_length), patches_per_frame=patches)
 
 
-def _read_anyres(processor: Any, part: _Part) -> pieces.AnyresImage:
+def _read_anyres(processor: Any, part: Part) -> pieces.AnyresImage:
     return pieces.AnyresImage(
         pinpoints=tuple((int(high), int(wide)) for high, wide in part.read("image_grid_pinpoints")),
         tile_size=part.read_size("height", "shortest_edge"),
@@ -188,7 +115,41 @@ def _read_anyres(processor: Any, part: _Part) -> pieces.AnyresImage:
     )
 
 
-def _read_pooled_frames(processor: Any, _: _Part) -> pieces.FixedFrames:
+def _read_llava_next(processor: Any, part: Part) -> pieces.AnyresImage:
+    crop = dict(part.read("crop_size"))
+    if not part.read("do_center_crop") or crop["height"] != crop["width"]:
+        raise TypeError("its tiles are not cropped to squares")
+    drops = processor.vision_feature_select_strategy == "default"
+    return pieces.AnyresImage(
+        pinpoints=tuple((int(high), int(wide)) for high, wide in part.read("image_grid_pinpoints")),
+        tile_size=int(crop["height"]),
+        tokens_per_tile=(int(crop["height"]) // int(processor.patch_size)) ** 2,
+        max_tiles=0,
+        dropped_tokens=int(drops) - int(processor.num_additional_image_tokens),
+        cuts_all=True,
+    )
+
+
+def _read_llama4(processor: Any, part: Part) -> canvas.CanvasTiles:
+    tile = part.read_size("height")
+    patches = (tile // int(processor.patch_size)) ** 2
+    return canvas.CanvasTiles(
+        tile_size=tile,
+        max_tiles=part.whole("max_patches"),
+        tokens_per_tile=patches // int(processor.downsample_ratio),
+        patches_per_tile=patches,
+        takes_largest=bool(part.read("resize_to_max_canvas")),
+    )
+
+
+def _read_paligemma(processor: Any, part: Part) -> pieces.FixedImage:
+    if processor.image_token != "<image>":  # noqa: S105 - not a password
+        raise TypeError("it puts images before all text, because its image token is not '<image>'")
+    patches = (part.read_size("height") // _VIT_PATCH) * (part.read_size("width") // _VIT_PATCH)
+    return pieces.FixedImage(tokens_per_view=int(processor.image_seq_length), patches_per_view=patches)
+
+
+def _read_pooled_frames(processor: Any, _: Part) -> pieces.FixedFrames:
     tokens = int(processor.num_image_tokens)
     side = math.ceil(int(math.sqrt(tokens)) / 2)
     return pieces.FixedFrames(tokens_per_frame=side * side, patches_per_frame=tokens, tokens_per_video=1)
@@ -200,23 +161,25 @@ def _smolvlm_crop(processor: Any) -> dict[str, int]:
     return {"crop": crop, "tokens": tokens, "patches": tokens * max(1, round((crop / _VIT_PATCH) ** 2 / tokens))}
 
 
-def _read_row_crops(processor: Any, part: _Part) -> pieces.RowCrops:
-    crop = _smolvlm_crop(processor)
+def _read_row_crops(processor: Any, part: Part) -> pieces.RowCrops:
+    crop, longest = _smolvlm_crop(processor), part.read_size("longest_edge")
+    if not part.read("do_resize", True) or longest > _NAMED_CROPS * crop["crop"]:
+        raise TypeError("it does not scale images, or has no tokens for all its rows of crops")
     return pieces.RowCrops(
         crop_size=crop["crop"],
-        longest_side=part.read_size("longest_edge"),
+        longest_side=longest,
         tokens_per_crop=crop["tokens"],
         patches_per_crop=crop["patches"],
         splits=bool(part.read("do_image_splitting")),
     )
 
 
-def _read_smolvlm_video(processor: Any, _: _Part) -> pieces.FixedFrames:
+def _read_smolvlm_video(processor: Any, _: Part) -> pieces.FixedFrames:
     crop = _smolvlm_crop(processor)
     return pieces.FixedFrames(tokens_per_frame=crop["tokens"], patches_per_frame=crop["patches"])
 
 
-def _read_step3p7(processor: Any, part: _Part) -> pieces.WindowCrops:
+def _read_step3p7(processor: Any, part: Part) -> pieces.WindowCrops:
     view, window, patch = part.read_size("height"), part.whole("patch_size"), part.whole("vision_patch_size")
     return pieces.WindowCrops(
         view_size=view,
@@ -229,11 +192,11 @@ def _read_step3p7(processor: Any, part: _Part) -> pieces.WindowCrops:
     )
 
 
-def _read_phi4_image(_: Any, part: _Part) -> pieces.PaddedTiles:
+def _read_phi4_image(_: Any, part: Part) -> pieces.PaddedTiles:
     return pieces.PaddedTiles(tile_size=part.read_size("height"), **part.ints("patch_size", max_tiles="dynamic_hd"))
 
 
-def _read_phi4_audio(_: Any, part: _Part) -> audio.FilterBank:
+def _read_phi4_audio(_: Any, part: Part) -> audio.FilterBank:
     return audio.FilterBank(
         **part.rate(),
         **part.ints("hop_length", frame_length="win_length", feature_stride="audio_feat_stride"),
@@ -241,7 +204,7 @@ def _read_phi4_audio(_: Any, part: _Part) -> audio.FilterBank:
     )
 
 
-def _read_nemotron_image(_: Any, part: _Part) -> budgets.BudgetedImage:
+def _read_nemotron_image(_: Any, part: Part) -> budgets.BudgetedImage:
     return budgets.BudgetedImage(
         **part.ints("patch_size", min_patches="min_num_patches", context_tokens="max_model_len"),
         merge_size=round(1 / part.read("downsample_ratio")),
@@ -249,7 +212,7 @@ def _read_nemotron_image(_: Any, part: _Part) -> budgets.BudgetedImage:
     )
 
 
-def _read_nemotron_video(processor: Any, part: _Part) -> budgets.TargetedVideo:
+def _read_nemotron_video(processor: Any, part: Part) -> budgets.TargetedVideo:
     return budgets.TargetedVideo(
         merge_size=round(1 / part.read("downsample_ratio")),
         target_patches=part.whole("video_target_num_patches"),
@@ -258,7 +221,7 @@ def _read_nemotron_video(processor: Any, part: _Part) -> budgets.TargetedVideo:
     )
 
 
-def _read_nemotron_audio(processor: Any, _: _Part) -> audio.SubsampledMel:
+def _read_nemotron_audio(processor: Any, _: Part) -> audio.SubsampledMel:
     return audio.SubsampledMel(
         sampling_rate=int(processor.audio_sampling_rate),
         hop_length=int(processor.audio_hop_length),
@@ -266,7 +229,7 @@ def _read_nemotron_audio(processor: Any, _: _Part) -> audio.SubsampledMel:
     )
 
 
-def _read_pixtral(processor: Any, part: _Part) -> pieces.RowGrid:
+def _read_pixtral(processor: Any, part: Part) -> pieces.RowGrid:
     return pieces.RowGrid(
         patch_size=int(processor.patch_size),
         merge_size=int(processor.spatial_merge_size),
@@ -274,13 +237,13 @@ def _read_pixtral(processor: Any, part: _Part) -> pieces.RowGrid:
     )
 
 
-def _read_gemma3n_image(processor: Any, _: _Part) -> pieces.FixedImage:
+def _read_gemma3n_image(processor: Any, _: Part) -> pieces.FixedImage:
     tokens = int(processor.image_seq_length)
     return pieces.FixedImage(tokens_per_view=tokens, patches_per_view=tokens)
 
 
 _QWEN_IMAGE: Final[Reader] = lambda _, part: grids.PatchGrid(**part.grid())  # noqa: E731
-_QWEN2: Final = _Family("qwen2_vl", _QWEN_IMAGE, _read_frame_grid, temporal=_layer)
+_QWEN2: Final = _Family("qwen2_vl", _QWEN_IMAGE, _read_video_grid(grids.FrameGrid), temporal=_layer)
 _GEMMA4: Final = _Family(
     "gemma4",
     _read_soft_budget,
@@ -305,14 +268,17 @@ _FAMILIES: Final[dict[str, _Family]] = {
     ),
     "Glm46VProcessor": _Family(
         "glm46v",
-        lambda _, part: grids.ClipGridImage(**part.grid(), temporal_patch_size=part.whole("temporal_patch_size")),
-        _read_clip_grid,
+        lambda _, part: grids.ClipGridImage(**part.grid(), **part.ints("temporal_patch_size")),
+        _read_video_grid(grids.ClipGrid),
         temporal=_layer,
         max_frames=lambda _: 640,
     ),
+    "Idefics3Processor": _Family("idefics3", _read_row_crops),
     "InternVLProcessor": _Family("internvl", _read_internvl_image, _read_internvl_video),
     "KimiK25Processor": _KIMI,
     "Kimi_K25Processor": _KIMI,
+    "Llama4Processor": _Family("llama4", _read_llama4),
+    "LlavaNextProcessor": _Family("llava_next", _read_llava_next),
     "LlavaOnevisionProcessor": _Family("llava_onevision", _read_anyres, _read_pooled_frames),
     "NemotronH_Omni_Reasoning_V3Processor": _Family(
         "nemotron_h_omni",
@@ -321,6 +287,9 @@ _FAMILIES: Final[dict[str, _Family]] = {
         _read_nemotron_audio,
         temporal=lambda processor, _: int(processor.video_temporal_patch_dim),
     ),
+    # An encoder reads the page; the one token stands for a placeholder that its text does not have.
+    "NemotronParseProcessor": _Family("nemotron_parse", lambda *_: pieces.FixedImage(tokens_per_view=1)),
+    "PaliGemmaProcessor": _Family("paligemma", _read_paligemma),
     "Phi4MultimodalProcessor": _Family("phi4_multimodal", _read_phi4_image, audio=_read_phi4_audio),
     "PixtralProcessor": _Family("pixtral", _read_pixtral),
     "Qwen2VLProcessor": _QWEN2,
@@ -330,7 +299,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
     ),
     "Qwen2_5_VLProcessor": _QWEN2._replace(name="qwen2_5_vl"),
     "Qwen3OmniMoeProcessor": _QWEN2._replace(name="qwen3_omni_moe", audio=_read_whisper),
-    "Qwen3VLProcessor": _Family("qwen3_vl", _QWEN_IMAGE, _read_clip_grid, temporal=_layer),
+    "Qwen3VLProcessor": _Family("qwen3_vl", _QWEN_IMAGE, _read_video_grid(grids.ClipGrid), temporal=_layer),
     "SmolVLMProcessor": _Family(
         "smolvlm", _read_row_crops, _read_smolvlm_video, max_frames=lambda part: int(part.read("num_frames", 64))
     ),
@@ -350,11 +319,11 @@ def read_family(processor: Processor) -> str:
     return "unknown" if hasattr(processor, "tokenizer") else "text"
 
 
-def _image_part(processor: Any) -> _Part:
-    return _Part(processor, ("image_processor",), "images_kwargs")
+def _image_part(processor: Any) -> Part:
+    return Part(processor, ("image_processor",), "images_kwargs")
 
 
-def _read_frame_rule(part: _Part, temporal_patch_size: int, max_frames: int | None = None) -> FrameRule:
+def _read_frame_rule(part: Part, temporal_patch_size: int, max_frames: int | None = None) -> FrameRule:
     """Return which frames are read, as far as the config says."""
     most = int(max_frames or part.read("max_frames", 768))
     return FrameRule(
@@ -372,8 +341,8 @@ def read_geometry(processor: Processor) -> Geometry:
     family, name = _find_family(processor), type(processor).__name__
     parts = {
         "image": _image_part(processor),
-        "video": _Part(processor, ("video_processor",), "videos_kwargs"),
-        "audio": _Part(processor, ("feature_extractor", "audio_processor"), "audio_kwargs"),
+        "video": Part(processor, ("video_processor",), "videos_kwargs"),
+        "audio": Part(processor, ("feature_extractor", "audio_processor"), "audio_kwargs"),
     }
     video = parts["video"]
     if family is not None:

@@ -13,38 +13,65 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from vlm_stream.errors import ConfigError, nearest_name
 from vlm_stream.keys import FAKE_IMAGE_SIZE
 from vlm_stream.tokens.measure import Measured, remember
-from vlm_stream.tokens.media import FrameRule, count_frames
-from vlm_stream.tokens.rules import audio, budgets, grids, pieces
+from vlm_stream.tokens.media import FrameRule, MediaColumns, count_shown
+from vlm_stream.tokens.rules import (
+    AudioRule,
+    Floats,
+    ImageRule,
+    Ints,
+    MediaCounts,
+    VideoRule,
+    audio,
+    budgets,
+    canvas,
+    grids,
+    pieces,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    import numpy.typing as npt
-
     from vlm_stream.tokens.families import Processor
-    from vlm_stream.tokens.media import MediaColumns
-    from vlm_stream.tokens.rules import AudioRule, Floats, ImageRule, Ints, MediaCounts, VideoRule
-
-__all__ = ["Geometry", "TokenColumns", "count_tokens", "fake_image_tokens"]
 
 _VERSION = 1
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _RULES: Final[dict[str, type[Any]]] = {
-    kind.__name__: kind
-    for module in (audio, budgets, grids, pieces)
-    for kind in (Measured, *(getattr(module, name) for name in module.__all__))
-    if isinstance(kind, type) and is_dataclass(kind)
+    name: kind
+    for module in (audio, budgets, canvas, grids, pieces)
+    for name, kind in {"Measured": Measured, **vars(module)}.items()
+    if isinstance(kind, type) and is_dataclass(kind) and kind is not MediaCounts and not name.startswith("_")
 }
 """Rules by name: how they travel as JSON."""
+
+
+_ONE_TOKEN: Final = (
+    budgets.BudgetedImage,
+    budgets.NavitImage,
+    budgets.SoftBudget,
+    grids.ClipGridImage,
+    grids.PatchGrid,
+    pieces.AnyresImage,
+    pieces.TileGrid,
+)
+
+
+class Resized(NamedTuple):
+    """A picture as the vision tower gets it: a grid of patches, some of which become one token together."""
+
+    height: int
+    width: int
+    patch_size: int
+    merge_size: int
+    """Patches along the square that becomes one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,18 +139,17 @@ class Geometry:
         remember(self.rules().values(), folders)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the geometry as JSON data."""
         return {
             "version": _VERSION,
             "family": self.family,
             **{medium: _rule_to_json(rule) for medium, rule in self.rules().items()},
-            "frames": asdict(self.frames),
+            # Without what few runs ask for: the digests of all others stay as they were.
+            "frames": {name: told for name, told in asdict(self.frames).items() if name != "keyframes" or told},
             "is_exact": self.is_exact,
         }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Geometry:
-        """Read what `to_json` has written."""
         if value.get("version") != _VERSION:
             raise ConfigError(
                 f"This geometry has version {value.get('version')!r} and this package reads version {_VERSION}: "
@@ -140,20 +166,39 @@ class Geometry:
             family=options["family"], frames=FrameRule(**options["frames"]), is_exact=options["is_exact"], **rules
         )
 
+    def resize(self, height: int, width: int, frames: int | None = None) -> Resized | None:
+        """Return what an image, or each of so many sampled frames, is resized to; None: not a grid of equal squares."""
+        rule: Any = self.image if frames is None else self.video
+        sides = [np.asarray([side], np.int64) for side in (height, width)]
+        if frames is None:
+            grid = rule.grid_images(*sides) if hasattr(rule, "grid_images") else None
+        else:
+            grid = rule.grid_videos(np.asarray([frames], np.int64), *sides) if hasattr(rule, "grid_videos") else None
+        if grid is None:
+            return None
+        _, rows, columns = grid[0].tolist()
+        return Resized(rows * rule.patch_size, columns * rule.patch_size, rule.patch_size, rule.merge_size)
+
     def digest(self) -> str:
         """Return a short name of everything that decides counts; equal geometries have equal digests."""
         return hashlib.sha256(_ENCODER.encode(self.to_json()).encode()).hexdigest()[:16]
 
 
+def repeats_one_token(rule: ImageRule | None) -> bool:
+    """Tell whether an image is one token again and again, so that one of them and their number say all of it.
+
+    Others write rows, line ends or crops between, which depend on the size.
+    """
+    return isinstance(rule, _ONE_TOKEN)
+
+
 def _rule_to_json(rule: Any) -> dict[str, Any] | None:
-    """Return the name and the numbers of a rule."""
     if rule is None:
         return None
     return {"rule": type(rule).__name__} | asdict(rule)
 
 
 def _rule_from_json(value: dict[str, Any] | None) -> Any:
-    """Build the rule that `_rule_to_json` has written."""
     if value is None:
         return None
     options = dict(value)
@@ -197,7 +242,6 @@ class TokenColumns:
 
 
 def count_tokens(columns: MediaColumns, geometry: Geometry) -> TokenColumns:
-    """Count what n samples cost."""
     num_rows = len(columns.text_tokens)
     tokens = columns.text_tokens.astype(np.int64)
     vision, patches = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
@@ -211,12 +255,20 @@ def count_tokens(columns: MediaColumns, geometry: Geometry) -> TokenColumns:
             continue
         counts = count(columns, geometry)
         embeddings = _sum_rows(counts.tokens, splits)
-        tokens = tokens + embeddings - _lengths(splits)
+        tokens = tokens + embeddings - np.diff(splits)
         if count is not _count_audios:
             vision = vision + embeddings
             patches = patches + _sum_rows(counts.patches, splits)
             squares = squares + _sum_floats(counts.squares, splits)
     return TokenColumns(tokens=tokens, vision_tokens=vision, vision_patches=patches, vision_squares=squares)
+
+
+def count_image_tokens(heights: Sequence[int], widths: Sequence[int], geometry: Geometry) -> list[int]:
+    """Return the embeddings of each image of one sample."""
+    rule: Any = geometry.image or _COMMON.image
+    siblings = np.full(len(heights), len(heights), np.int64)
+    counts: MediaCounts = rule.count_images(np.asarray(heights, np.int64), np.asarray(widths, np.int64), siblings)
+    return [int(number) for number in counts.tokens]
 
 
 def fake_image_tokens(geometry: Geometry) -> int:
@@ -225,13 +277,12 @@ def fake_image_tokens(geometry: Geometry) -> int:
     >>> fake_image_tokens(Geometry.unknown())
     4
     """
-    height, width = (np.asarray([side], np.int64) for side in FAKE_IMAGE_SIZE)
-    rule: Any = geometry.image or _COMMON.image
-    return int(rule.count_images(height, width, np.ones(1, np.int64)).tokens[0])
+    height, width = FAKE_IMAGE_SIZE
+    return count_image_tokens([height], [width], geometry)[0]
 
 
 def _count_images(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
-    per_row = _lengths(columns.image_splits)
+    per_row = np.diff(columns.image_splits)
     siblings = np.repeat(per_row, per_row)  # [images]
     heights, widths = columns.image_sizes.T
     rule: Any = geometry.image or _COMMON.image
@@ -240,10 +291,8 @@ def _count_images(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
 
 
 def _count_videos(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
-    total, heights, widths = columns.video_sizes.T
-    frames = count_frames(
-        total, columns.video_fps, geometry.frames, seconds=columns.video_seconds, picked=columns.video_picked
-    )
+    _, heights, widths = columns.video_sizes.T
+    frames = count_shown(columns, geometry.frames)
     rule: Any = geometry.video or _COMMON.video
     counts: MediaCounts = rule.count_videos(frames, heights, widths)
     return counts
@@ -253,7 +302,7 @@ def _count_audios(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
     rule: Any = geometry.audio or _COMMON.audio
     samples, rates = columns.audio_sizes.T
     samples = audio.resample_length(samples, rates, rule.sampling_rate)
-    per_row = _lengths(columns.audio_splits)
+    per_row = np.diff(columns.audio_splits)
     longest = np.zeros(len(per_row), np.int64)
     np.maximum.at(longest, np.repeat(np.arange(len(per_row)), per_row), samples)
     counts: MediaCounts = rule.count_audios(samples, np.repeat(longest, per_row))
@@ -269,12 +318,6 @@ def _sum_rows(values: Ints, splits: Ints) -> Ints:
 
 def _sum_floats(values: Floats, splits: Ints) -> Floats:
     """Sum ragged rows of floats, each row by itself so that large neighbours cost no digits."""
-    per_row = _lengths(splits)
+    per_row = np.diff(splits)
     rows = np.repeat(np.arange(len(per_row)), per_row)
     return np.bincount(rows, weights=values, minlength=len(per_row)).astype(np.float64, copy=False)
-
-
-def _lengths(splits: Ints) -> Ints:
-    """Return how many entries each row has."""
-    lengths: Ints = splits[1:] - splits[:-1]
-    return lengths

@@ -8,8 +8,6 @@ or on where text merges counts as text. An answer is a function of the processor
 and later runs agree; answers are kept in memory and, once `remember` names folders, in a file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -17,25 +15,20 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.tokens.asker import Asker, Count, audio_rate, describe, first_line, media_of
-from vlm_stream.tokens.rules import MediaCounts, TakesAnySize
+from vlm_stream.tokens.asker import Asker, Count, describe, first_line, media_of
+from vlm_stream.tokens.chat import audio_rate
+from vlm_stream.tokens.rules import Ints, MediaCounts, TakesAnySize
 from vlm_stream.tokens.rules.audio import WindowedMel
 from vlm_stream.tokens.rules.grids import FrameGrid, PatchGrid
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from vlm_stream.tokens.rules import Ints
-
-__all__ = ["Measured", "ask", "remember"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,24 +42,18 @@ _ARTICLES: Final = {"image": "an image", "video": "a video", "audio": "a sound"}
 class Measured(TakesAnySize):
     """What a processor answers; names what was asked, and the answers are looked up."""
 
-    asked: str
-    """Digest of everything that decides the answers: class, settings, tokenizer, version of transformers."""
-    by_siblings: bool = False
-    """Whether an image counts otherwise beside others."""
-    sampling_rate: int = 16000
-    """What sound is resampled to."""
+    asked: str  # digest of everything that decides the answers: class, settings, tokenizer, version of transformers
+    by_siblings: bool = False  # whether an image counts otherwise beside others
+    sampling_rate: int = 16000  # what sound is resampled to
 
     def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
-        """Count images."""
         number = siblings if self.by_siblings else np.ones_like(siblings)
         return _table(self.asked).count("image", heights, widths, number)
 
     def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
-        """Count clips."""
         return _table(self.asked).count("video", frames, heights, widths)
 
     def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count sounds."""
         return _table(self.asked).count("audio", samples)
 
 

@@ -10,37 +10,21 @@ clip never gives more frames than it has; a temporal patch that lacks some is fi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from vlm_stream.errors import BadSampleError, ConfigError
+from vlm_stream.tokens.steps import as_objects, pack_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-
     from vlm_stream.tokens.geometry import Geometry
 
-__all__ = [
-    "ASSUMED_FPS",
-    "AudioSize",
-    "FrameRule",
-    "ImageSize",
-    "MediaColumns",
-    "MediaSizes",
-    "VideoSize",
-    "check_media_sizes",
-    "count_frames",
-    "frame_indices",
-    "join_columns",
-    "make_columns",
-    "make_video_metadata",
-]
-
-_SPLITS: Final = ("image_splits", "video_splits", "audio_splits")
+METADATA_READERS: Final = frozenset({"Cosmos3EdgeProcessor", "MuseGlimmerProcessor", "MuseSparkProcessor"})
+"""Processors that read a clip's metadata back from their video part, and do not ask it to return them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,20 +42,17 @@ class VideoSize:
     frames: int
     height: int
     width: int
-    fps: float = 0.0
-    """Frames per second; 0 if the file does not say."""
-    seconds: float = 0.0
-    """Duration; 0 if the file does not say."""
-    picked: tuple[int, ...] = ()
-    """Frames that the sample names itself; empty: the rule samples."""
+    fps: float = 0.0  # frames per second; 0 if the file does not say
+    seconds: float = 0.0  # duration; 0 if the file does not say
+    picked: tuple[int, ...] = ()  # frames that the sample names itself; empty: the rule samples
+    keyframes: tuple[int, ...] = ()  # frames that need no other, ascending; empty: not known, or not read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AudioSize:
     """A sound's header."""
 
-    samples: int
-    """Samples of one channel."""
+    samples: int  # samples of one channel
     rate: int
 
 
@@ -107,24 +88,50 @@ class MediaColumns:
     audio_splits: npt.NDArray[np.int64]
     audio_sizes: npt.NDArray[np.int64]
     """[audios, 2] Samples and sampling rate."""
+    video_gops: npt.NDArray[np.int64] | None = None
+    """[videos] Groups of pictures; 0: not known; below 0: of a part of a file. None: of none."""
+    video_keyframes: npt.NDArray[np.object_] | None = None
+    """[videos] Frames that need no other, as `pack_steps` writes them; empty: not known. None: not read."""
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.text_tokens)
+
+    def pick(self, rows: npt.NDArray[np.int64]) -> MediaColumns:
+        """Return some of the samples, in ascending order of their rows; whole numbers have their full width."""
+        is_picked = np.zeros(len(self), dtype=bool)
+        is_picked[rows] = True
+        found: dict[str, Any] = {"text_tokens": self.text_tokens[rows], "label_tokens": self.label_tokens[rows]}
+        for kind in ("image", "video", "audio"):
+            num_media = np.diff(getattr(self, f"{kind}_splits"))
+            items = np.repeat(is_picked, num_media)
+            found |= {
+                name: each[items] for name, each in self._arrays() if name.startswith(kind) and "splits" not in name
+            }
+            found[f"{kind}_splits"] = np.concatenate([[0], np.cumsum(num_media[rows])])
+        return MediaColumns(
+            **{name: each.astype(np.int64) if each.dtype == np.int32 else each for name, each in found.items()}
+        )
+
+    def narrowed(self) -> MediaColumns:
+        """Return the same numbers in half of the memory, to be picked from."""
+        wide = [(name, each) for name, each in self._arrays() if each.dtype == np.int64 and _is_small(each)]
+        narrow: dict[str, Any] = {name: each.astype(np.int32) for name, each in wide}
+        return replace(self, **narrow)
+
+    def _arrays(self) -> list[tuple[str, npt.NDArray[Any]]]:
+        values = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        return [(name, each) for name, each in values if each is not None]
+
+
+def _is_small(values: npt.NDArray[Any]) -> bool:
+    return not values.size or bool(values.min() >= -(2**31) and values.max() < 2**31)
 
 
 def check_media_sizes(sizes: MediaSizes, geometry: Geometry) -> None:
-    """Raise if the processor would refuse one of a sample's media.
+    """Raise `BadSampleError` if the processor would refuse one of a sample's media.
 
-    Without a known processor the common limits hold: no empty media, no sides further apart than 200 to 1.
-
-    Args:
-        sizes: The sample's media.
-        geometry: Of the processor that will read them.
-
-    Raises:
-        BadSampleError: At the stage "convert", with the reason "empty_medium", "extreme_shape" or
-            "unsupported_medium".
+    Without a known processor the common limits hold: no empty media, no sides further apart than 200 to 1. The reasons
+    are "empty_medium", "extreme_shape" and "unsupported_medium".
     """
     kinds: tuple[tuple[str, tuple[ImageSize | VideoSize, ...], Any], ...] = (
         ("image", sizes.images, geometry.image),
@@ -183,42 +190,26 @@ def make_columns(sizes: Sequence[MediaSizes], text_tokens: Sequence[int]) -> Med
         video_fps=np.asarray([video.fps for video in videos], np.float64),
         video_seconds=np.asarray([video.seconds for video in videos], np.float64),
         video_picked=np.asarray([len(video.picked) for video in videos], np.int64),
+        video_keyframes=as_objects([pack_steps(video.keyframes) for video in videos]),
         audio_splits=splits([len(sample.audios) for sample in sizes]),
         audio_sizes=np.asarray(audios, np.int64).reshape(-1, 2),
     )
 
 
-def join_columns(parts: Sequence[MediaColumns]) -> MediaColumns:
-    """Join columns end to end: counting many small indexes at once costs little more than counting one."""
-
-    def join(name: str) -> Any:
-        if name not in _SPLITS:
-            return np.concatenate([getattr(part, name) for part in parts])
-        counts = np.concatenate([np.diff(getattr(part, name)) for part in parts])
-        return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
-
-    return MediaColumns(**{name: join(name) for name in MediaColumns.__dataclass_fields__})
-
-
-ASSUMED_FPS = 24.0
-"""What the processors write timestamps with when a clip does not tell its rate."""
+ASSUMED_FPS = 24.0  # what the processors write timestamps with when a clip does not tell its rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameRule:
     """How many frames of a clip a model sees."""
 
-    fps: float | None = 2.0
-    """Frames per second of the clip's own time; None takes every frame."""
-    min_frames: int = 4
-    """At least so many, if the clip has them."""
-    max_frames: int | None = 768
-    """At most so many (rounded up to a temporal patch); None is no limit."""
-    temporal_patch_size: int = 2
-    """The number of frames is a multiple of it."""
+    fps: float | None = 2.0  # frames per second of the clip's own time; None takes every frame
+    min_frames: int = 4  # at least so many, if the clip has them
+    max_frames: int | None = 768  # at most so many (rounded up to a temporal patch); None is no limit
+    temporal_patch_size: int = 2  # the number of frames is a multiple of it
+    keyframes: bool = False  # only keyframes are shown, of clips whose keyframes are known
 
     def __post_init__(self) -> None:
-        """Refuse rules that pick nothing."""
         if self.fps is not None and not self.fps > 0:
             raise ConfigError(f"A rate of {self.fps} frames per second picks nothing: give a positive fps, or None.")
         if self.min_frames < 1 or self.temporal_patch_size < 1:
@@ -236,25 +227,24 @@ def count_frames(
     *,
     seconds: npt.ArrayLike = 0.0,
     picked: npt.ArrayLike = 0,
+    keyframes: npt.ArrayLike = 0,
 ) -> Any:
     """Return how many frames are read, repeated ones included; numbers give an int, arrays an int64 array.
 
-    Args:
-        total: Frames in the clip; 0 where the file does not say.
-        fps: Frames per second; 0 where the file does not say.
-        rule: The rule.
-        seconds: Duration, used where `total` is 0.
-        picked: How many frames the sample names itself; 0 lets the rule decide.
+    `total` and `fps` are 0 where the file does not say; then `seconds` count. `picked` is how many frames the sample
+    names itself; 0 lets the rule decide. `keyframes` is how many are known; 0: none.
 
     >>> count_frames(100, 25.0, FrameRule(fps=2.0))
     8
     """
-    total_, fps_, seconds_, picked_ = np.broadcast_arrays(total, fps, seconds, picked)
+    total_, fps_, seconds_, picked_, keyframes_ = np.broadcast_arrays(total, fps, seconds, picked, keyframes)
     frames = total_.astype(np.float64)
     rate = fps_.astype(np.float64)
     guess = np.where(rate > 0, np.floor(seconds_ * rate), 0.0)
     frames = np.where(frames > 0, frames, guess)
     wanted = _wanted(frames, rate, seconds_.astype(np.float64), rule)
+    if rule.keyframes:
+        wanted = np.where(keyframes_ > 0, np.minimum(wanted, keyframes_), wanted)
     patch = rule.temporal_patch_size
     count = np.where(picked_ > 0, picked_, wanted)
     count = np.ceil(count / patch) * patch
@@ -270,7 +260,7 @@ def _wanted(
         with np.errstate(all="ignore"):  # unknown and absurd rates are settled by the limits below
             by_rate = total / fps * rule.fps
         wanted = np.where(fps > 0, by_rate, total)
-        # A clip of which neither frames nor rate are known: its duration is all there is to go by.
+        # a clip of which neither frames nor rate are known: its duration is all there is to go by.
         wanted = np.where((total <= 0) & (seconds > 0), seconds * rule.fps, wanted)
     wanted = np.maximum(wanted, rule.min_frames)
     if rule.max_frames is not None:
@@ -281,18 +271,12 @@ def _wanted(
 
 
 def frame_indices(
-    total: int, fps: float, rule: FrameRule, picked: Sequence[int] | None = None
+    total: int, fps: float, rule: FrameRule, picked: Sequence[int] | None = None, keyframes: Sequence[int] = ()
 ) -> npt.NDArray[np.int64]:
     """Return the numbers of the frames to read, in order; the last may repeat to fill a temporal patch.
 
-    Args:
-        total: Frames in the clip.
-        fps: Frames per second; 0 if unknown.
-        rule: The rule.
-        picked: Frame numbers that the sample names itself; those outside of the clip are moved to its ends.
-
-    Raises:
-        BadSampleError: The clip has no frame.
+    `picked` are frames that the sample names itself; those outside of the clip are moved to its ends. `keyframes` are
+    those that are known.
 
     >>> frame_indices(3, 25.0, FrameRule()).tolist()
     [0, 1, 2, 2]
@@ -303,9 +287,72 @@ def frame_indices(
         chosen = np.clip(np.asarray(picked, np.int64), 0, total - 1)
     else:
         number = int(_wanted(np.array([float(total)]), np.array([float(fps)]), np.zeros(1), rule)[0])
-        chosen = np.rint(np.linspace(0, total - 1, number)).astype(np.int64)
+        if rule.keyframes and len(keyframes):
+            places = np.asarray(keyframes, np.int64)
+            chosen = places[_spread(len(places), min(number, len(places)))]
+        else:
+            chosen = _spread(total, number)
     missing = -len(chosen) % rule.temporal_patch_size
     return np.concatenate([chosen, np.repeat(chosen[-1:], missing)])
+
+
+def _spread(total: int, number: int) -> npt.NDArray[np.int64]:
+    """Return so many numbers below the total, evenly and with both ends."""
+    spread: npt.NDArray[np.int64] = np.rint(np.linspace(0, total - 1, number)).astype(np.int64)
+    return spread
+
+
+def choose_keyframes(sizes: MediaSizes, rule: FrameRule) -> MediaSizes:
+    """Return the sizes with those keyframes alone that the rule shows; none where it shows other frames."""
+
+    def chosen(video: VideoSize) -> VideoSize:
+        if not rule.keyframes or video.picked or not video.keyframes:
+            return replace(video, keyframes=())
+        shown = frame_indices(video.frames, video.fps, rule, None, video.keyframes)
+        return replace(video, keyframes=tuple(np.unique(shown).tolist()))
+
+    if not any(video.keyframes for video in sizes.videos):
+        return sizes
+    return replace(sizes, videos=tuple(map(chosen, sizes.videos)))
+
+
+def count_keyframes(media: MediaColumns) -> npt.NDArray[np.int64]:
+    """Return [videos] how many keyframes are known; 0: none."""
+    if media.video_keyframes is None:
+        return np.zeros(len(media.video_sizes), np.int64)
+    numbers = (len(packed[:1]) + int(packed[2::2].sum(dtype=np.int64)) for packed in media.video_keyframes)
+    return np.fromiter(numbers, np.int64, len(media.video_keyframes))
+
+
+def count_shown(media: MediaColumns, rule: FrameRule) -> npt.NDArray[np.int64]:
+    """Return [videos] how many frames are read of each."""
+    shown: npt.NDArray[np.int64] = count_frames(
+        media.video_sizes[:, 0],
+        media.video_fps,
+        rule,
+        seconds=media.video_seconds,
+        picked=media.video_picked,
+        keyframes=count_keyframes(media) if rule.keyframes else 0,
+    )
+    return shown
+
+
+def count_decoded(media: MediaColumns, rule: FrameRule) -> npt.NDArray[np.int64]:
+    """Return [n] about how many thousand pixels a decoder goes through for each sample's videos.
+
+    A picked frame needs half of its group of pictures, a keyframe itself alone; of videos whose groups are not known
+    all frames count.
+    """
+    frames, height, width = media.video_sizes.T
+    picked = count_shown(media, rule)
+    gops = np.zeros(len(frames), np.int64) if media.video_gops is None else np.abs(media.video_gops)
+    half = (frames / np.maximum(gops, 1) + 1) / 2
+    if rule.keyframes:
+        half = np.where((media.video_picked == 0) & (count_keyframes(media) > 0), 1.0, half)
+    pixels = np.where(gops > 0, np.minimum(frames, picked * half), frames) * height * width
+    ends = np.concatenate([[0.0], np.cumsum(np.rint(pixels / 1000))])
+    decoded: npt.NDArray[np.int64] = np.diff(ends[media.video_splits]).astype(np.int64)
+    return decoded
 
 
 def make_video_metadata(
@@ -323,3 +370,10 @@ def make_video_metadata(
         "duration": float(seconds) if seconds > 0 else total / rate,
         "frames_indices": [int(index) for index in indices],
     }
+
+
+def sample_clip(size: VideoSize, rule: FrameRule) -> dict[str, Any]:
+    """Return the metadata of a clip whose frames are picked by a rule."""
+    total = size.frames if size.frames > 0 else int(size.seconds * size.fps)
+    indices = frame_indices(max(total, 1), size.fps, rule, size.picked or None, size.keyframes)
+    return make_video_metadata(total, size.fps, size.seconds, indices)

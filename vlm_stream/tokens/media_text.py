@@ -5,43 +5,39 @@ that the processor writes: marks of begin and end, timestamps, rows of crops. Sp
 merging, so leaving out their repetitions changes nothing else.
 """
 
-from __future__ import annotations
-
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from vlm_stream.errors import MissingExtraError
-from vlm_stream.tokens.media import frame_indices, make_video_metadata
+from vlm_stream.errors import require
+from vlm_stream.tokens.geometry import Geometry
+from vlm_stream.tokens.media import (
+    AudioSize,
+    FrameRule,
+    ImageSize,
+    MediaSizes,
+    VideoSize,
+    sample_clip,
+)
+from vlm_stream.tokens.rules.canvas import CanvasTiles
 from vlm_stream.tokens.rules.pieces import FixedImage, RowCrops, WindowCrops
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from vlm_stream.tokens.geometry import Geometry
-    from vlm_stream.tokens.media import AudioSize, FrameRule, ImageSize, MediaSizes, VideoSize
-
-__all__ = ["AUDIO_TEXTS", "IMAGE_TEXTS", "VIDEO_TEXTS", "Scene"]
 
 
 class Scene(NamedTuple):
     """What a medium's text may depend on besides the medium."""
 
-    geometry: Geometry
-    """Rules of the processor."""
-    sizes: MediaSizes
-    """All media of the sample."""
+    geometry: Geometry  # rules of the processor
+    sizes: MediaSizes  # all media of the sample
 
 
 class _Clip:
     """A clip's sampled frames, as the processor will see them."""
 
     def __init__(self, size: VideoSize, rule: FrameRule) -> None:
-        total = size.frames if size.frames > 0 else int(size.seconds * size.fps)
-        indices = frame_indices(max(total, 1), size.fps, rule, size.picked or None)
-        metadata = make_video_metadata(total, size.fps, size.seconds, indices)
+        metadata = sample_clip(size, rule)
         self.indices: list[int] = metadata["frames_indices"]
         self.fps: float = metadata["fps"]
         self.duration: float = metadata["duration"]
@@ -134,7 +130,8 @@ def _write_kimi_video(processor: Any, size: VideoSize, scene: Scene) -> str:
 
 
 def _smolvlm_view(processor: Any, token: str) -> str:
-    return f"{processor.fake_image_token}{processor.global_image_token}{token}{processor.fake_image_token}"
+    whole = getattr(processor, "global_image_token", None) or processor.global_image_tag  # of Idefics3
+    return f"{processor.fake_image_token}{whole}{token}{processor.fake_image_token}"
 
 
 def _write_smolvlm_image(processor: Any, size: ImageSize, scene: Scene) -> str:
@@ -152,15 +149,28 @@ def _write_smolvlm_image(processor: Any, size: ImageSize, scene: Scene) -> str:
     return "".join(lines) + "\n" + _smolvlm_view(processor, processor.image_token)
 
 
+def _write_llama4_image(processor: Any, size: ImageSize, scene: Scene) -> str:
+    rule = scene.geometry.image
+    rows = columns = 1
+    if isinstance(rule, CanvasTiles):
+        numbers = rule.count_rows_and_columns(np.asarray([size.height]), np.asarray([size.width]))
+        rows, columns = int(numbers[0][0]), int(numbers[1][0])
+    lines = "<|tile_x_separator|>" * (columns - 1) + "<|tile_y_separator|>" if rows * columns > 1 else ""
+    return f"<|image_start|>{lines * rows}<|image|>{processor.img_patch_token}<|image_end|>"
+
+
+def _write_paligemma(processor: Any, text: str) -> str:
+    """Put the begin of the text behind the last image, and a line end behind all, as the processor does."""
+    images, token, words = text.rpartition(processor.image_token)
+    return f"{images}{token}{processor.tokenizer.bos_token}{words}\n" if token else text
+
+
 def _write_smolvlm_video(processor: Any, size: VideoSize, scene: Scene) -> str:
-    try:
-        from num2words import num2words  # type: ignore[import-untyped]
-    except ImportError:
-        raise MissingExtraError("num2words", "video", "Counting videos for SmolVLM") from None
+    words = require("num2words", "video", "Counting videos for SmolVLM")
     clip = _Clip(size, scene.geometry.frames)
     length = timedelta(seconds=int(clip.duration))
     # Clips are padded to the longest one of the sample, and the text tells that number for each of them.
-    number = num2words(max(len(_Clip(other, scene.geometry.frames)) for other in scene.sizes.videos))
+    number = words.num2words(max(len(_Clip(other, scene.geometry.frames)) for other in scene.sizes.videos))
     intro = f"You are provided the following series of {number} frames from a {length} [H:MM:SS] video.\n"
     frames = [
         f"\nFrame from {int(second // 60):02d}:{int(second % 60):02d}:"
@@ -209,7 +219,9 @@ IMAGE_TEXTS: Final[dict[str, Callable[[Any, ImageSize, Scene], str]]] = {
     "gemma3n": _write_gemma3_image,
     "gemma4": _GEMMA4_IMAGE,
     "gemma4_unified": _GEMMA4_IMAGE,
+    "idefics3": _write_smolvlm_image,
     "internvl": _between("start_image_token", "image_token", "end_image_token"),
+    "llama4": _write_llama4_image,
     "nemotron_h_omni": _between("image_start_token", "image_token", "image_end_token"),
     "smolvlm": _write_smolvlm_image,
     "step3p7": _write_step3p7_image,
@@ -224,6 +236,8 @@ VIDEO_TEXTS: Final[dict[str, Callable[[Any, VideoSize, Scene], str]]] = {
     "qwen3_vl": _write_qwen3_video,
     "smolvlm": _write_smolvlm_video,
 }
+WHOLE_TEXTS: Final[dict[str, Callable[[Any, str], str]]] = {"paligemma": _write_paligemma}
+"""What a family does to the whole text, once its media stand in it."""
 AUDIO_TEXTS: Final[dict[str, Callable[[Any, AudioSize, Scene], str]]] = {
     "gemma3n": _write_gemma3n_audio,
     "gemma4": _GEMMA4_AUDIO,

@@ -6,29 +6,33 @@ The conversation is rendered and tokenised once, as the processor's own `apply_c
 tokens are added unless the template has written the first of them. No pixel is needed.
 """
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, cast
 
-from vlm_stream.conversation import MEDIA_TYPES, iter_media
+import numpy as np
+import numpy.typing as npt
+
+from vlm_stream.conversation import MEDIA_TYPES, Conversation, iter_media, map_media
 from vlm_stream.errors import BadSampleError
-from vlm_stream.tokens.asker import render
+from vlm_stream.tokens.chat import render_template, tokenizer_of
 from vlm_stream.tokens.families import Processor, read_family
 from vlm_stream.tokens.geometry import Geometry, count_tokens
 from vlm_stream.tokens.measure import ask
-from vlm_stream.tokens.media import MediaSizes, make_columns
-from vlm_stream.tokens.media_text import AUDIO_TEXTS, IMAGE_TEXTS, VIDEO_TEXTS, Scene
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from vlm_stream.conversation import Conversation
-
-__all__ = ["TextCounter", "guess_text_tokens"]
+from vlm_stream.tokens.media import (
+    MediaColumns,
+    MediaSizes,
+    VideoSize,
+    make_columns,
+)
+from vlm_stream.tokens.media_text import AUDIO_TEXTS, IMAGE_TEXTS, VIDEO_TEXTS, WHOLE_TEXTS, Scene
+from vlm_stream.tokens.steps import unpack_steps
 
 CHARACTERS_PER_TOKEN = 3
 _NO_MEDIA = MediaSizes()
+_MOST_KNOWN: Final = 1 << 16
+"""Samples whose changes are kept."""
 
 
 class TextCounter:
@@ -42,16 +46,11 @@ class TextCounter:
     """
 
     def __init__(self, processor: Processor, geometry: Geometry | None = None) -> None:
-        """Learn the processor's media tokens.
-
-        Args:
-            processor: A transformers processor, or a bare tokenizer.
-            geometry: Its geometry, if another sampling of frames is wanted than its own.
-        """
+        """Learn the media tokens of a processor or a bare tokenizer; `geometry` is for another sampling of frames."""
         self.processor = processor
         self.geometry = Geometry.from_processor(processor) if geometry is None else geometry
         self._asker = ask(processor)[0] if self.geometry.is_measured else None
-        self._tokenizer: Any = getattr(processor, "tokenizer", processor)
+        self._tokenizer = tokenizer_of(processor)
         self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         family = read_family(processor)
         self._writers: dict[str, Any] = {
@@ -59,18 +58,16 @@ class TextCounter:
             "video": VIDEO_TEXTS.get(family),
             "audio": AUDIO_TEXTS.get(family),
         }
+        self._write_whole = WHOLE_TEXTS.get(family)
         tokens = {kind: getattr(processor, f"{kind}_token", None) for kind in MEDIA_TYPES}
         self._pattern = re.compile(
-            "|".join(f"(?P<{kind}>{re.escape(token)})" for kind, token in tokens.items() if token) or r"(?!)"
+            "|".join(f"(?P<{kind}>{re.escape(str(token))})" for kind, token in tokens.items() if token) or r"(?!)"
         )
 
     def count(self, conversation: Conversation, sizes: MediaSizes = _NO_MEDIA) -> int:
-        """Count one sample whose text holds no control strings: those are the encoder's to disguise.
-
-        Raises:
-            BadSampleError: The template shows another number of media than there are sizes.
-        """
-        ids, surplus = self.encode(render(self.processor, _strip_media(conversation)), sizes)
+        """Count one sample whose text holds no control strings: those are the encoder's to disguise."""
+        bare = map_media(conversation, lambda item: {"type": item["type"]})  # a template needs only the kind of media
+        ids, surplus = self.encode(render_template(self.processor, bare), sizes)
         return len(ids) - surplus
 
     def encode(self, text: str, sizes: MediaSizes) -> tuple[list[int], int]:
@@ -113,7 +110,64 @@ class TextCounter:
                     f"The chat template shows {found[kind]} {kind}s where the sample has {len(queue)}, so its tokens "
                     f"cannot be counted. Look for a {kind} outside of user turns.",
                 )
-        return str(text)
+        return str(text) if self._write_whole is None else self._write_whole(self.processor, str(text))
+
+
+class FrameText:
+    """By how many tokens the text around videos changes when other frames are shown than those counted."""
+
+    def __init__(self, processor: Processor, counted: Geometry, shown: Geometry) -> None:
+        """Count for one processor; `counted` is what the index was counted by, `shown` what this run reads."""
+        self._before, self._after = TextCounter(processor, counted), TextCounter(processor, shown)
+        self._is_plain = read_family(processor) not in VIDEO_TEXTS and not shown.is_measured
+        self._known: dict[Any, int] = {}
+        self._rendered: dict[int, str] = {}
+        self._lock = threading.Lock()
+        """A tokenizer is used by one thread at a time."""
+
+    def change(self, media: MediaColumns) -> npt.NDArray[np.int64]:
+        """Return [n] how many tokens more the texts of samples have."""
+        found = np.zeros(len(media), np.int64)
+        if self._is_plain or media.video_keyframes is None:
+            return found
+        ends = np.concatenate([[0], np.cumsum(media.video_picked == 0)])[media.video_splits]
+        with self._lock:
+            for row in np.flatnonzero(np.diff(ends)).tolist():
+                begin, end = media.video_splits[row : row + 2].tolist()
+                found[row] = self._change(media, range(begin, end))
+        return found
+
+    def _change(self, media: MediaColumns, videos: range) -> int:
+        columns = (media.video_fps, media.video_seconds, media.video_picked)
+        facts = [(*media.video_sizes[at].tolist(), *(column.item(at) for column in columns)) for at in videos]
+        packed = [cast("Any", media.video_keyframes)[at] for at in videos]
+        key = (tuple(facts), tuple(each.tobytes() for each in packed))
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            clips = tuple(
+                VideoSize(
+                    frames=frames,
+                    height=height,
+                    width=width,
+                    fps=fps,
+                    seconds=seconds,
+                    picked=tuple(range(picked)),
+                    keyframes=tuple(unpack_steps(each, frames)),
+                )
+                for (frames, height, width, fps, seconds, picked), each in zip(facts, packed, strict=True)
+            )
+            sizes, text = MediaSizes(videos=clips), self._render(len(clips))
+            after, before = (counter.encode(text, sizes) for counter in (self._after, self._before))
+            self._known[key] = len(after[0]) - after[1] - len(before[0]) + before[1]
+        return self._known[key]
+
+    def _render(self, num_videos: int) -> str:
+        if num_videos not in self._rendered:
+            content = [*({"type": "video"} for _ in range(num_videos)), {"type": "text", "text": "x"}]
+            chat = [{"role": "user", "content": content}]
+            self._rendered[num_videos] = render_template(self._after.processor, chat)
+        return self._rendered[num_videos]
 
 
 def guess_text_tokens(conversation: Conversation) -> int:
@@ -132,18 +186,3 @@ def _iter_texts(conversation: Conversation) -> Iterable[str]:
             yield content
         else:
             yield from (item["text"] for item in content if item.get("type") == "text")
-
-
-def _strip_media(conversation: Conversation) -> Conversation:
-    """Return the conversation without what its media items name: a template needs only their kind."""
-    return [
-        message
-        if isinstance(message["content"], str)
-        else {
-            **message,
-            "content": [
-                {"type": item["type"]} if item.get("type") in MEDIA_TYPES else item for item in message["content"]
-            ],
-        }
-        for message in conversation
-    ]

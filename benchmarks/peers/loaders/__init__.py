@@ -17,6 +17,8 @@ LOADERS = {
     "mosaic": "mosaic.MosaicLoader",
     "litdata": "litdata_chunks.LitDataLoader",
     "hf": "hf_datasets.HfDatasetsLoader",
+    "ray_data": "ray_tars.RayDataLoader",
+    "lance": "lance_table.LanceLoader",
 }
 
 

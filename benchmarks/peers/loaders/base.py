@@ -6,13 +6,14 @@ tells users to do, with the settings that suit it best; nothing is reimplemented
 
 from __future__ import annotations
 
+import multiprocessing
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from benchmarks.peers.data import Record
@@ -40,14 +41,18 @@ class Opening:
     text); its results are what batches hold. None: the members themselves."""
     scratch: str = ""
     """An empty folder for what the loader keeps on disk (caches, downloaded shards)."""
+    hooked: int = 16
+    """How many samples a loader's own packing chooses from, where it holds them encoded."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the loader itself, for the ways in which it is measured."""
 
 
 class Run(ABC):
-    """A loader at work: one epoch of batches, each a list of transformed samples."""
+    """A loader at work: one epoch of batches, each a list of transformed samples; or of packs."""
 
     @abstractmethod
-    def __iter__(self) -> Iterator[list[Any]]:
-        """Yield batches."""
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches, or packs."""
 
     def state(self) -> bytes:
         """Return what must be saved to go on behind the last batch that was yielded, serialised."""
@@ -61,6 +66,10 @@ class Run(ABC):
         """Stop workers, if iteration was left early."""
         return
 
+    def worker_pids(self) -> list[int]:
+        """Return the processes that build samples: the children of torch's `DataLoader`."""
+        return [child.pid for child in multiprocessing.active_children() if child.pid]
+
 
 class Loader(ABC):
     """One of the compared loaders."""
@@ -69,10 +78,8 @@ class Loader(ABC):
     package: ClassVar[str]
     """Name of its distribution."""
     cannot: ClassVar[dict[str, str]] = {}
-    """What it has no way to do, with the reason in a line: keys `s3`, `state`, `world` (resume with another one),
-    `packing`, `shuffle`, `damage_header`."""
-    checks_bytes: ClassVar[bool] = False
-    """Whether it compares what it reads with checksums of its own."""
+    """What it has no way to do, with the reason in a line: keys `state`, `world` (resume with another one), `ranks`
+    (here, one after the other), `links`, `header`."""
     files: ClassVar[str] = "*.tar"
     """Which of its files hold samples, for the figures that damage one."""
 
@@ -87,3 +94,16 @@ class Loader(ABC):
     @abstractmethod
     def open(self, opening: Opening, state: bytes | None = None) -> Run:
         """Open what was written; with a state, behind the batch at which it was taken."""
+
+    def merge(self, states: Sequence[bytes], rank: int) -> bytes:
+        """Return what a rank goes on from, of the states of all ranks; as it is, they are all the same."""
+        return states[rank % len(states)]
+
+    def packs(self, opening: Opening, capacity: int, states: Sequence[bytes] = ()) -> Run:
+        """Open for packs of so many tokens; the transform makes samples with `key` and `length`.
+
+        With the states of all ranks that were saved, behind the packs at which they were taken.
+        """
+        from benchmarks.peers.work import HandPacked
+
+        return HandPacked(self, opening, capacity, states)

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.peers.loaders.base import Loader, Opening, Run
 from benchmarks.peers.loaders.webdataset_tars import WebDatasetLoader
+from benchmarks.peers.work import join
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from benchmarks.peers.data import Record
 
 __all__ = ["EnergonLoader"]
 
-_PACKING_BUFFER = 1000
 _PROFILE = "peers"
 
 
 @dataclass
 class _Batch:
-    """A dataclass, as its own batches are: torch's loader would walk through a list and turn tuples into lists."""
+    """A batch or a pack. A dataclass, as its own are: torch's loader would walk through a list and change tuples."""
 
-    samples: list[Any]
+    samples: Any
 
 
 class EnergonLoader(Loader):
@@ -51,30 +51,28 @@ class EnergonLoader(Loader):
         """Open the dataset: in the order of its files, or as training data of one epoch."""
         return _Run(opening, state)
 
-    def own_packing(
-        self, opening: Opening, capacity: int, length_of: Callable[[dict[str, bytes]], int]
-    ) -> list[list[str]]:
-        """Return one epoch's packs as lists of keys, packed by its hooks with first-fit decreasing.
+    def packs(self, opening: Opening, capacity: int, states: Sequence[bytes] = ()) -> Run:
+        """Pack in the workers by its hooks, first-fit decreasing.
 
         It has the hooks and a buffer, but no packer: the selection is written here, as its users write it.
         """
-        from megatron.energon import get_loader
-
-        encoder = _packing_encoder(capacity, length_of)
-        return list(get_loader(_dataset(opening, encoder, packing_buffer_size=_PACKING_BUFFER, batch_size=None)))
+        state = states[opening.rank % len(states)] if states else None
+        encoder = _packing_encoder(opening.transform, capacity)
+        return _Run(opening, state, encoder, packing_buffer_size=opening.hooked, batch_size=None)
 
 
 class _Run(Run):
-    def __init__(self, opening: Opening, state: bytes | None) -> None:
+    def __init__(self, opening: Opening, state: bytes | None, encoder: Any = None, **packing: Any) -> None:
         import torch
         from megatron.energon import get_savable_loader
 
-        self._loader = get_savable_loader(_dataset(opening, _encoder(opening.transform)))
+        self._loader = get_savable_loader(_dataset(opening, encoder or _encoder(opening.transform), **packing))
         if state is not None:
             self._loader.restore_state_rank(torch.load(io.BytesIO(state), weights_only=False))
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return (batch.samples for batch in self._loader)
+        for batch in self._loader:
+            yield batch.samples
 
     def state(self) -> bytes:
         import torch
@@ -87,7 +85,7 @@ class _Run(Run):
         self._loader = None
 
 
-def _dataset(opening: Opening, encoder: Any, packing_buffer_size: int | None = None, **given: Any) -> Any:
+def _dataset(opening: Opening, encoder: Any, **packing: Any) -> Any:
     from megatron.energon import WorkerConfig, get_train_dataset, get_val_dataset
 
     workers = WorkerConfig(
@@ -97,9 +95,9 @@ def _dataset(opening: Opening, encoder: Any, packing_buffer_size: int | None = N
         "split_part": "train",
         "worker_config": workers,
         "batch_size": opening.batch_size,
-        "packing_buffer_size": packing_buffer_size,
+        "packing_buffer_size": None,
         "task_encoder": encoder,
-    } | given
+    } | packing
     path = _path(opening)
     if opening.shuffle:
         order = {"shuffle_buffer_size": opening.shuffle, "max_samples_per_sequence": 100, "repeat": False}
@@ -151,25 +149,27 @@ def _encoder(transform: Callable[[dict[str, bytes]], Any] | None) -> Any:
     return Encoder()
 
 
-def _packing_encoder(capacity: int, length_of: Callable[[dict[str, bytes]], int]) -> Any:
+def _packing_encoder(transform: Callable[[dict[str, bytes]], Any] | None, capacity: int) -> Any:
     from megatron.energon import Sample, edataclass, stateless
 
+    assert transform is not None
+
     @edataclass
-    class Measured(Sample):
-        length: int
+    class Encoded(Sample):
+        sample: dict[str, Any]
 
     class Encoder(type(_encoder(None))):  # type: ignore[misc]
         @stateless
-        def encode_sample(self, sample: Any) -> Measured:
-            return Measured.derive_from(sample, length=length_of(sample.members))
+        def encode_sample(self, sample: Any) -> Encoded:
+            return Encoded.derive_from(sample, sample=transform(sample.members))
 
-        def select_samples_to_pack(self, samples: list[Measured]) -> list[list[Measured]]:
-            chosen = first_fit_decreasing([sample.length for sample in samples], capacity)
+        def select_samples_to_pack(self, samples: list[Encoded]) -> list[list[Encoded]]:
+            chosen = first_fit_decreasing([each.sample["length"] for each in samples], capacity)
             return [[samples[place] for place in pack] for pack in chosen]
 
         @stateless
-        def pack_selected_samples(self, samples: list[Measured]) -> list[str]:
-            return [sample.__key__ for sample in samples]
+        def pack_selected_samples(self, samples: list[Encoded]) -> _Batch:
+            return _Batch(join([each.sample for each in samples]))
 
     return Encoder()
 

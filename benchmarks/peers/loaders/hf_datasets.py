@@ -31,8 +31,7 @@ class HfDatasetsLoader(Loader):
     package = "datasets"
     cannot: ClassVar = {
         "world": "a state counts in the files of one rank's workers: another world takes it in silence or fails on it",
-        "packing": "it has none",
-        "damage_header": "a parquet file has one footer and no header for each sample",
+        "header": "a parquet file has one footer and no header for each sample",
     }
     files = "*.parquet"
 

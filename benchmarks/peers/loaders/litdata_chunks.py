@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.loaders.base import Loader, Opening, Run
 
@@ -32,7 +32,6 @@ class LitDataLoader(Loader):
 
     name = "litdata"
     package = "litdata"
-    cannot: ClassVar = {"packing": "it has none: a batch is a number of samples"}
     files = "*.bin"
 
     def write(self, records: Iterable[Record], out: Path, samples_per_shard: int) -> None:

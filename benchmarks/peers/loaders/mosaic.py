@@ -11,7 +11,7 @@ import os
 import pickle
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.loaders.base import Loader, Opening, Run
 
@@ -32,7 +32,6 @@ class MosaicLoader(Loader):
 
     name = "mosaic"
     package = "mosaicml-streaming"
-    cannot: ClassVar = {"packing": "it has none: a batch is a number of samples"}
     files = "*.mds"
 
     def write(self, records: Iterable[Record], out: Path, samples_per_shard: int) -> None:

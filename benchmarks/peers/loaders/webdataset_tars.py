@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.peers.loaders.base import Loader, Opening, Run
+from benchmarks.peers.work import next_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from benchmarks.peers.data import Record
 
@@ -24,8 +25,6 @@ class WebDatasetLoader(Loader):
     package = "webdataset"
     cannot: ClassVar = {
         "state": "it has no position: a resume starts the epoch again or skips by reading",
-        "world": "it has no position",
-        "packing": "it has none",
     }
 
     def write(self, records: Iterable[Record], out: Path, samples_per_shard: int) -> None:
@@ -44,9 +43,13 @@ class WebDatasetLoader(Loader):
             raise NotImplementedError(self.cannot["state"])
         return _Run(opening)
 
+    def packs(self, opening: Opening, capacity: int, states: Sequence[bytes] = ()) -> Run:
+        """Fill packs in the workers, by a stage of the pipeline."""
+        return _Run(opening, capacity)
+
 
 class _Run(Run):
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: Opening, capacity: int | None = None) -> None:
         import webdataset
 
         rank, world = opening.rank, opening.world_size
@@ -63,7 +66,10 @@ class _Run(Run):
             # As it stands in its documentation: the first sample comes out when 100 are there, not when all are.
             dataset = dataset.compose(webdataset.detshuffle(opening.shuffle, seed=opening.seed))
         dataset = dataset.map(_members_then(opening.transform))
-        dataset = dataset.batched(opening.batch_size, collation_fn=list, partial=True)
+        if capacity is None:
+            dataset = dataset.batched(opening.batch_size, collation_fn=list, partial=True)
+        else:
+            dataset = dataset.compose(lambda samples: next_fit(samples, capacity))
         self._loader = webdataset.WebLoader(
             dataset,
             batch_size=None,

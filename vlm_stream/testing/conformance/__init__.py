@@ -24,11 +24,7 @@ Files: `run.py` (toy shards, what a trainer is given, hooks on model and optimiz
 `__main__.py` (processes), `compare.py` (our own loop, what differs from it), `check.py` (all of it).
 """
 
-from __future__ import annotations
-
 from vlm_stream.testing.conformance.check import CHECKS, Report, check
 from vlm_stream.testing.conformance.compare import ConformanceError
 from vlm_stream.testing.conformance.launch import LaunchError, launch
 from vlm_stream.testing.conformance.run import Records, Run, make_data
-
-__all__ = ["CHECKS", "ConformanceError", "LaunchError", "Records", "Report", "Run", "check", "launch", "make_data"]

@@ -1,7 +1,5 @@
 """One process of a launch: `python -m vlm_stream.testing.conformance PACKAGE.MODULE:FUNCTION RUN.json`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from importlib import import_module

@@ -1,16 +1,16 @@
 """`check`: three launches of a trainer, seven checks, one row of a table."""
 
-from __future__ import annotations
-
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from vlm_stream.errors import ConfigError, nearest_name
 from vlm_stream.testing.conformance.compare import (
     ConformanceError,
+    Expected,
     compare_batches,
     compare_evaluations,
     compare_gradients,
@@ -22,13 +22,7 @@ from vlm_stream.testing.conformance.compare import (
     state_after,
 )
 from vlm_stream.testing.conformance.launch import LaunchError, launch
-from vlm_stream.testing.conformance.run import Run, make_data
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from vlm_stream.testing.conformance.compare import Expected
-    from vlm_stream.testing.conformance.run import Records
+from vlm_stream.testing.conformance.run import Records, Run, make_data
 
 CHECKS: Final = {
     "batches": "batches equal to those of our own loop, on every key and rank",
@@ -41,7 +35,7 @@ CHECKS: Final = {
 }
 """What is checked."""
 
-_Launch: TypeAlias = "Callable[..., Records]"
+_Launch: TypeAlias = Callable[..., Records]
 _WORLD: Final = 2
 _EVALUATIONS: Final = 2
 
@@ -83,10 +77,7 @@ class _Findings:
         )
         if text:
             raise ConformanceError(f"{function} does not conform:{text}")
-        return Report(function, {name: self._result(name) for name in CHECKS})
-
-    def _result(self, name: str) -> str:
-        return f"cannot: {self.cannot[name]}" if name in self.cannot else "yes"
+        return Report(function, {n: f"cannot: {self.cannot[n]}" if n in self.cannot else "yes" for n in CHECKS})
 
 
 def check(

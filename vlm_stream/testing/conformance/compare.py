@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from vlm_stream.errors import DatasetError
-from vlm_stream.testing.conformance.run import digests
+from vlm_stream.testing.conformance.run import Keys, Run, digests
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from vlm_stream.loader import StreamLoader
-    from vlm_stream.testing.conformance.run import Keys, Run
 
-_MOST: Final = 4
-"""Sentences about a rank in one check; the rest is counted."""
+_MOST: Final = 4  # sentences about a rank in one check; the rest is counted
 _TOLERANCE: Final = 1e-6
 _TENSOR: Final = re.compile(r"^\w+\[[\d, ]*\] [0-9a-f]{16}$")
-Name: TypeAlias = tuple[str, str, str]
-"""Of a sample: source, shard, key."""
+Name: TypeAlias = tuple[str, str, str]  # of a sample: source, shard, key
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +25,15 @@ class Given:
     """A batch as our own loop gets it."""
 
     keys: Keys
-    samples: tuple[Name, ...]
-    """None of them: it only fills the last step."""
+    samples: tuple[Name, ...]  # none of them: it only fills the last step
 
 
-Expected: TypeAlias = list[list[Given]]
-"""Batches by rank."""
+Expected: TypeAlias = list[list[Given]]  # batches by rank
 
 
 def own_loop(run: Run, world: int, state: dict[str, Any] | None = None) -> Expected:
     """Return the batches of each rank to the end of the epoch, from the start or from a state."""
-    ranks = []
-    for rank in range(world):
-        with _open(run, rank, world) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            ranks.append([_given(batch) for batch in loader])
-    return ranks
+    return [_take_all(_open(run, rank, world), state) for rank in range(world)]
 
 
 def state_after(run: Run, world: int, num_batches: int) -> dict[str, Any]:
@@ -58,11 +46,15 @@ def state_after(run: Run, world: int, num_batches: int) -> dict[str, Any]:
 
 def evaluate(run: Run, world: int) -> Expected:
     """Return the batches of one evaluation, by rank."""
-    ranks = []
-    for rank in range(world):
-        with run.eval_loader(rank=rank, world_size=world, with_refs=True, num_workers=0) as loader:
-            ranks.append([_given(batch) for batch in loader])
-    return ranks
+    options = {"world_size": world, "with_refs": True, "num_workers": 0}
+    return [_take_all(run.eval_loader(rank=rank, **options)) for rank in range(world)]
+
+
+def _take_all(loader: StreamLoader, state: dict[str, Any] | None = None) -> list[Given]:
+    with loader:
+        if state is not None:
+            loader.load_state_dict(state)
+        return [_given(batch) for batch in loader]
 
 
 def first_gradients(run: Run, want: Expected) -> dict[str, Any]:
@@ -103,13 +95,9 @@ class ConformanceError(AssertionError):
 
 
 def compare_batches(got: Mapping[int, list[Keys]], want: Expected, *, first: int = 0, whole: bool) -> list[str]:
-    """Compare the batches of each rank on every key.
+    """Compare the batches of each rank on every key, with those of our own loop from the batch `first` on.
 
-    Args:
-        got: Batches by rank.
-        want: Those of our own loop from its start.
-        first: Index of the batch that the trainer had to begin with.
-        whole: Whether it had to go on to the end.
+    A `whole` run had to go on to the end.
     """
     problems = []
     for rank, given in enumerate(want):
@@ -132,12 +120,10 @@ def compare_batches(got: Mapping[int, list[Keys]], want: Expected, *, first: int
 
 
 def compare_ranks(got: Mapping[int, list[Keys]], want: Expected, samples: set[Name]) -> list[str]:
-    """Tell samples that several ranks (or one of them twice) trained on, and those that nobody did.
+    """Tell samples that several ranks (or one of them twice) trained on, and those of the epoch that nobody did.
 
-    Args:
-        got: All batches that counted, by rank: from the start to the save, and from the resume to the end.
-        want: Batches of our own loop: they say which samples are in a batch.
-        samples: The epoch.
+    `got` are all batches that counted: from the start to the save, and from the resume to the end. Our own loop says
+    which samples are in a batch.
     """
     known = {_identity(given.keys): given for rank in want for given in rank}
     seen: dict[Name, list[int]] = {}
@@ -192,13 +178,7 @@ def compare_numbers(
 ) -> list[str]:
     """Compare what the trainer told, and the learning rates of its steps.
 
-    Args:
-        told: Facts by rank.
-        rates: Learning rates by rank.
-        expected: What each rank must have told.
-        schedule: Learning rates as they should be.
-        whole: Whether the run came to its end, so that everything must have been told. One that was killed may lack
-            the last step on some ranks.
+    A run that was killed (not `whole`) may have told nothing yet, and may lack the last step on some ranks.
     """
     problems = []
     for name, value in expected.items():

@@ -1,7 +1,5 @@
 """Start the processes of a run, wait for them, and leave none behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -10,17 +8,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from vlm_stream.testing.conformance.run import Records
+from vlm_stream.testing.conformance.run import Records, Run
 
-if TYPE_CHECKING:
-    from vlm_stream.testing.conformance.run import Run
-
-_GRACE_S: Final = 20.0
-"""How long peers of a process that has ended may go on."""
-_ORPHANS_S: Final = 5.0
-"""How long ranks that a trainer started itself may outlive it."""
+_GRACE_S: Final = 20.0  # how long peers of a process that has ended may go on
+_ORPHANS_S: Final = 5.0  # how long ranks that a trainer started itself may outlive it
 _TAIL: Final = 30
 
 

@@ -13,13 +13,12 @@ import inspect
 import json
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from vlm_stream.loader import StreamLoader
     from vlm_stream.stream import VLMStream
 

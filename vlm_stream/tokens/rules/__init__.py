@@ -6,47 +6,28 @@ of frames enter as int64 arrays; `MediaCounts` leave. This file: what every rule
     grids.py     sides rounded to patches within pixel limits: Qwen2-VL to Qwen3-VL, Qwen Omni, GLM-4.6V
     budgets.py   scaled into a budget: Kimi-K2.5, Gemma-4, Nemotron-H-Omni
     pieces.py    cut into views, tiles, crops or rows: Gemma-3, InternVL, Phi-4, LLaVA-OneVision, SmolVLM, Pixtral, ...
+    canvas.py    laid on a canvas of tiles: Llama 4
     audio.py     samples to frames to tokens
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Ints = npt.NDArray[np.int64]
-    Floats = npt.NDArray[np.float64]
-
-__all__ = [
-    "MAX_ASPECT_RATIO",
-    "AudioRule",
-    "ImageRule",
-    "MediaCounts",
-    "TakesAnySize",
-    "VideoRule",
-    "count_pieces",
-    "name_aspect_problem",
-]
-
-MAX_ASPECT_RATIO = 200
-"""The Qwen and GLM processors raise above it (200 itself passes)."""
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+MAX_ASPECT_RATIO = 200  # the Qwen and GLM processors raise above it (200 itself passes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaCounts:
     """What m media cost: each array is [m]."""
 
-    tokens: Ints
-    """Embeddings that stand for the medium in `input_ids`."""
-    patches: Ints
-    """Patches that enter the tower."""
-    squares: Floats
-    """Sum of squared patches over the pieces that the tower attends within: images, frames, tiles."""
+    tokens: Ints  # embeddings that stand for the medium in `input_ids`
+    patches: Ints  # patches that enter the tower
+    squares: Floats  # sum of squared patches over the pieces that the tower attends within: images, frames, tiles
 
 
 class ImageRule(Protocol):
@@ -54,11 +35,9 @@ class ImageRule(Protocol):
 
     def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
         """Count m images; `siblings` is the number of images in each one's sample, itself included."""
-        ...
 
     def find_problem(self, height: int, width: int) -> str | None:
         """Return why the processor would refuse such an image, or None."""
-        ...
 
 
 class VideoRule(Protocol):
@@ -66,11 +45,9 @@ class VideoRule(Protocol):
 
     def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
         """Count m clips."""
-        ...
 
     def find_problem(self, height: int, width: int) -> str | None:
         """Return why the processor would refuse frames of that size, or None."""
-        ...
 
 
 class AudioRule(Protocol):
@@ -79,11 +56,9 @@ class AudioRule(Protocol):
     @property
     def sampling_rate(self) -> int:
         """What sound is resampled to."""
-        ...
 
     def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:
         """Count m clips; `longest` is the length of the longest clip in each one's sample, both at that rate."""
-        ...
 
 
 def name_aspect_problem(height: int, width: int, limit: float) -> str | None:
@@ -99,8 +74,7 @@ class TakesAnySize:
 
     __slots__ = ()
 
-    def find_problem(self, height: int, width: int) -> str | None:  # noqa: ARG002
-        """Return None."""
+    def find_problem(self, height: int, width: int) -> str | None:
         return None
 
 

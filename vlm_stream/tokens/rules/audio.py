@@ -4,28 +4,11 @@ A processor pads the clips of a sample to the longest of them, and one family's 
 longest clip's samples beside each clip's own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_stream.tokens.rules import MediaCounts
-
-if TYPE_CHECKING:
-    from vlm_stream.tokens.rules import Ints
-
-__all__ = [
-    "ChunkedAudio",
-    "ConvolvedMel",
-    "FilterBank",
-    "FixedSound",
-    "PooledMel",
-    "SubsampledMel",
-    "WindowedMel",
-    "resample_length",
-]
+from vlm_stream.tokens.rules import Ints, MediaCounts
 
 
 def resample_length(samples: Ints, rates: Ints, target_rate: int) -> Ints:
@@ -48,25 +31,21 @@ def _count(tokens: Ints, frames: Ints) -> MediaCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sound:
-    sampling_rate: int = 16000
-    """What sound is resampled to."""
+    sampling_rate: int = 16000  # what sound is resampled to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frames(_Sound):
-    hop_length: int = 160
-    """Samples from one frame to the next."""
+    hop_length: int = 160  # samples from one frame to the next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowedMel(_Frames):
     """Qwen3-Omni: mel frames, then three halvings inside windows."""
 
-    window_frames: int = 100
-    """Frames that are halved together."""
+    window_frames: int = 100  # frames that are halved together
 
     def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:
-        """Count clips."""
         frames = np.minimum(-(-samples // self.hop_length), longest // self.hop_length)
         rest = frames % self.window_frames
         per_window = 13  # the processor's own number for a whole window, whatever its length
@@ -78,11 +57,9 @@ class WindowedMel(_Frames):
 class PooledMel(_Frames):
     """Qwen2.5-Omni: mel frames, halved by a convolution, then pooled in pairs; long clips are cut."""
 
-    max_samples: int = 480000
-    """Longer clips are cut."""
+    max_samples: int = 480000  # longer clips are cut
 
-    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count clips."""
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:
         frames = -(-np.minimum(samples, self.max_samples) // self.hop_length)
         return _count(((frames - 1) // 2 - 1) // 2 + 1, frames)
 
@@ -93,8 +70,7 @@ class FixedSound(_Sound):
 
     tokens: int = 188
 
-    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count clips."""
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:
         return _count(np.full_like(samples, self.tokens), np.full_like(samples, self.tokens))
 
 
@@ -103,15 +79,11 @@ class FilterBank(_Frames):
     """Phi-4-multimodal: overlapping frames, compressed twice."""
 
     frame_length: int = 400
-    feature_stride: int = 1
-    """Features of a frame."""
-    compression: int = 8
-    """Features that become one."""
-    downsampling: int = 1
-    """Compressed features that become one token."""
+    feature_stride: int = 1  # features of a frame
+    compression: int = 8  # features that become one
+    downsampling: int = 1  # compressed features that become one token
 
-    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count clips."""
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:
         frames = ((samples - self.frame_length) // self.hop_length + 1) * self.feature_stride
         compressed = -(-frames // self.compression)
         return _count(-(-compressed // self.downsampling), frames)
@@ -122,11 +94,9 @@ class ConvolvedMel(_Frames):
     """Gemma-4: mel frames whose window holds only sound, halved twice; long clips are cut."""
 
     frame_length: int = 320
-    max_samples: int = 480000
-    """Longer clips are cut."""
+    max_samples: int = 480000  # longer clips are cut
 
-    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count clips."""
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:
         heard = np.minimum(samples, self.max_samples)
         # Half a frame of silence precedes the sound; a frame counts when its last sample is sound.
         frames = (heard - 1 - (self.frame_length - self.frame_length // 2)) // self.hop_length + 1
@@ -139,8 +109,7 @@ class ChunkedAudio(_Sound):
 
     samples_per_token: int = 640
 
-    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count clips."""
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:
         tokens = -(-samples // self.samples_per_token)
         return _count(tokens, tokens)
 
@@ -149,15 +118,11 @@ class ChunkedAudio(_Sound):
 class SubsampledMel(_Frames):
     """Nemotron-H-Omni: centred mel frames, then convolutions of stride 2."""
 
-    num_convolutions: int = 3
-    """How often the frames are subsampled."""
-    kernel_size: int = 3
-    """Frames under a convolution."""
-    stride: int = 2
-    """Frames from one step of a convolution to the next."""
+    num_convolutions: int = 3  # how often the frames are subsampled
+    kernel_size: int = 3  # frames under a convolution
+    stride: int = 2  # frames from one step of a convolution to the next
 
-    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count clips."""
+    def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:
         frames = 1 + samples // self.hop_length
         tokens = frames
         surplus = (self.kernel_size - 1) // 2 * 2 - self.kernel_size

@@ -1,18 +1,10 @@
 """Images and frames scaled into a budget of patches or tokens: Kimi-K2.5, Gemma-4, Nemotron-H-Omni."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_stream.tokens.rules import MediaCounts, TakesAnySize
-
-if TYPE_CHECKING:
-    from vlm_stream.tokens.rules import Floats, Ints
-
-__all__ = ["BudgetedImage", "NavitImage", "NavitVideo", "SoftBudget", "TargetedVideo"]
+from vlm_stream.tokens.rules import Floats, Ints, MediaCounts, TakesAnySize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +12,9 @@ class _Navit(TakesAnySize):
     """Kimi-K2.5: never enlarged, scaled down to a patch limit, padded to whole tokens."""
 
     patch_size: int = 14
-    merge_size: int = 2
-    """Patches along the square that becomes one token."""
-    max_patches: int
-    """Most patches of an image or frame."""
-    max_side_patches: int = 512
-    """Most patches along a side."""
+    merge_size: int = 2  # patches along the square that becomes one token
+    max_patches: int  # most patches of an image or frame
+    max_side_patches: int = 512  # most patches along a side
 
     def _count_patches(self, heights: Ints, widths: Ints) -> Ints:
         patch, longest = self.patch_size, self.max_side_patches * self.patch_size
@@ -45,8 +34,7 @@ class NavitImage(_Navit):
 
     max_patches: int = 16384
 
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count images."""
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
         patches = self._count_patches(heights, widths)
         return MediaCounts(patches // self.merge_size**2, patches, patches.astype(np.float64) ** 2)
 
@@ -56,11 +44,9 @@ class NavitVideo(_Navit):
     """Videos, in chunks of a few frames; a chunk costs the tokens of one frame."""
 
     max_patches: int = 4096
-    temporal_patch_size: int = 4
-    """Frames in a chunk."""
+    temporal_patch_size: int = 4  # frames in a chunk
 
     def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
-        """Count clips."""
         patches = self._count_patches(heights, widths)
         chunks = -(-frames // self.temporal_patch_size)
         tokens = chunks * (patches // self.merge_size**2)
@@ -72,17 +58,15 @@ class SoftBudget(TakesAnySize):
     """Images and frames of Gemma-4: as large as a budget of soft tokens allows, shape kept."""
 
     patch_size: int = 16
-    pooling_size: int = 3
-    """Patches along the square that becomes one token."""
-    max_tokens: int = 280
-    """The budget of an image or a frame."""
+    pooling_size: int = 3  # patches along the square that becomes one token
+    max_tokens: int = 280  # the budget of an image or a frame
 
     def _count_tokens(self, heights: Ints, widths: Ints) -> Ints:
         step = self.pooling_size * self.patch_size
         h, w = np.maximum(heights, 1).astype(np.float64), np.maximum(widths, 1).astype(np.float64)
         scale = np.sqrt((self.max_tokens * self.pooling_size**2 * self.patch_size**2) / (h * w))
         high, wide = np.floor(scale * h / step), np.floor(scale * w / step)
-        # A side that rounds to nothing becomes one token wide; the other then follows the shape of the image.
+        # a side that rounds to nothing becomes one token wide; the other then follows the shape of the image.
         long_wide, long_high = (np.minimum(np.floor(ratio), self.max_tokens) for ratio in (w / h, h / w))
         high, wide = (
             np.where(high == 0, 1, np.where(wide == 0, long_high, high)),
@@ -91,8 +75,7 @@ class SoftBudget(TakesAnySize):
         tokens: Ints = (high * wide).astype(np.int64)
         return tokens
 
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count images."""
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
         return self.count_videos(np.ones_like(heights), heights, widths)
 
     def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
@@ -107,16 +90,12 @@ class BudgetedImage(TakesAnySize):
     """Images of Nemotron-H-Omni: near their own patch grid, scaled into the limits."""
 
     patch_size: int = 16
-    merge_size: int = 2
-    """Patches along the square that becomes one token."""
+    merge_size: int = 2  # patches along the square that becomes one token
     min_patches: int = 1024
-    max_patches: int = 13312
-    """Most patches; 0: no limit but the context."""
-    context_tokens: int = 16384
-    """Length of the model's context, which all images of a call may fill."""
+    max_patches: int = 13312  # most patches; 0: no limit but the context
+    context_tokens: int = 16384  # length of the model's context, which all images of a call may fill
 
     def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
-        """Count images."""
         most = np.maximum((self.context_tokens - 4) * self.merge_size**2, self.min_patches * siblings)
         if self.max_patches:
             most = np.minimum(most, self.max_patches)
@@ -144,17 +123,12 @@ class BudgetedImage(TakesAnySize):
 class TargetedVideo(TakesAnySize):
     """Videos of Nemotron-H-Omni: frames near one number of patches; a few become one layer of tokens."""
 
-    merge_size: int = 2
-    """Patches along the square that becomes one token."""
-    target_patches: int = 1024
-    """Patches of a frame, about."""
-    keep_shape: bool = True
-    """Whether frames keep their shape or become squares."""
-    temporal_patch_size: int = 2
-    """Frames in a layer."""
+    merge_size: int = 2  # patches along the square that becomes one token
+    target_patches: int = 1024  # patches of a frame, about
+    keep_shape: bool = True  # whether frames keep their shape or become squares
+    temporal_patch_size: int = 2  # frames in a layer
 
     def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
-        """Count clips."""
         patches = self._count_patches(heights, widths)
         layers = -(-frames // self.temporal_patch_size)
         tokens = layers * (patches // self.merge_size**2)

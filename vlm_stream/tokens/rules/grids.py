@@ -4,32 +4,15 @@ One implementation serves single media and whole index columns. All arithmetic i
 rounding, operation for operation as the processors do it, because one unit in the last place can move a border.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from vlm_stream.tokens.rules import MAX_ASPECT_RATIO, MediaCounts, name_aspect_problem
+from vlm_stream.tokens.rules import MAX_ASPECT_RATIO, Floats, Ints, MediaCounts, name_aspect_problem
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from vlm_stream.tokens.rules import Floats, Ints
-
-__all__ = [
-    "ClipGrid",
-    "ClipGridImage",
-    "FrameGrid",
-    "PatchGrid",
-    "PixelBox",
-    "resize_clip",
-    "smart_resize_image",
-    "smart_resize_video",
-]
-
-Whole: TypeAlias = "int | npt.NDArray[np.int64]"
+Whole: TypeAlias = int | npt.NDArray[np.int64]
 
 _CAP_SHARE = 0.9  # of the context, that a capped Qwen2-VL clip may fill
 _CAP_FLOOR = 1.05  # a cap never goes below the smallest area by less than this factor
@@ -38,31 +21,18 @@ _CAP_FLOOR = 1.05  # a cap never goes below the smallest area by less than this 
 class PixelBox(NamedTuple):
     """What a size is fitted into."""
 
-    factor: int
-    """Both sides become multiples of it."""
-    min_pixels: Whole
-    """Smallest area, or volume of a clip."""
-    max_pixels: Whole
-    """Largest area, or volume of a clip."""
+    factor: int  # both sides become multiples of it
+    min_pixels: Whole  # smallest area, or volume of a clip
+    max_pixels: Whole  # largest area, or volume of a clip
 
 
 def smart_resize_image(
     height: Whole, width: Whole, factor: int = 28, min_pixels: Whole = 3136, max_pixels: Whole = 1003520
 ) -> tuple[Any, Any]:
-    """Return the size that an image is resized to.
+    """Return the height and width that an image is resized to: ints for ints, int64 arrays for arrays.
 
-    Sides are rounded to multiples of `factor`; where the area leaves the limits, both sides are scaled and rounded
-    towards the inside. Aspect ratios are not checked here, see `check_media_sizes`.
-
-    Args:
-        height: A number or an array.
-        width: A number or an array of the same shape.
-        factor: Patch size times merge size.
-        min_pixels: Smallest area.
-        max_pixels: Largest area; an array gives each image its own.
-
-    Returns:
-        Height and width: two ints for ints, two int64 arrays for arrays.
+    Sides are rounded to multiples of `factor` (patch size times merge size); where the area leaves the limits, both
+    sides are scaled and rounded towards the inside. Aspect ratios are not checked here, see `check_media_sizes`.
 
     >>> smart_resize_image(1080, 1920)
     (728, 1316)
@@ -119,12 +89,7 @@ def _sides(values: Whole) -> Floats:
 
 
 def _fit(
-    sides: tuple[Floats, Floats],
-    frames: Floats,
-    depth: Floats,
-    box: PixelBox,
-    *,
-    scalar: bool,
+    sides: tuple[Floats, Floats], frames: Floats, depth: Floats, box: PixelBox, *, scalar: bool
 ) -> tuple[Any, Any]:
     """Round sides and scale them into the box; `depth` is the number of frames as the comparison sees it."""
     h, w = sides
@@ -149,12 +114,9 @@ class _Grid:
     """What all rules of this file know."""
 
     patch_size: int = 14
-    merge_size: int = 2
-    """Patches along the square that becomes one token."""
-    min_pixels: int
-    """Smallest area of an image or frame; of a clip as a whole: smallest volume."""
-    max_pixels: int
-    """Largest area, or volume."""
+    merge_size: int = 2  # patches along the square that becomes one token
+    min_pixels: int  # smallest area of an image or frame; of a clip as a whole: smallest volume
+    max_pixels: int  # largest area, or volume
 
     @property
     def _factor(self) -> int:
@@ -171,7 +133,6 @@ class _Grid:
         return MediaCounts(layers * per_layer // self.merge_size**2, layers * per_layer, squares)
 
     def find_problem(self, height: int, width: int) -> str | None:
-        """Refuse extreme shapes."""
         return name_aspect_problem(height, width, MAX_ASPECT_RATIO)
 
 
@@ -182,32 +143,36 @@ class PatchGrid(_Grid):
     min_pixels: int = 3136
     max_pixels: int = 1003520
 
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count images."""
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
         return self._count(self.grid_images(heights, widths))
 
     def grid_images(self, heights: Ints, widths: Ints) -> Ints:
-        """Return `image_grid_thw` [m, 3]."""
         limits = self._factor, self.min_pixels, self.max_pixels
         return self._stack(np.ones_like(heights), smart_resize_image(heights, widths, *limits))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrameGrid(_Grid):
-    """Videos of Qwen2-VL, Qwen2.5-VL and the Qwen Omni families: the limits hold for each frame."""
-
+class _VideoGrid(_Grid):
     temporal_patch_size: int = 2
-    min_pixels: int = 100352
-    max_pixels: int = 602112
     capped_tokens: int | None = None
-    """Context that long clips must share (`cap_pixels_per_frame`); None: no cap."""
-
-    def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
-        """Count clips."""
-        return self._count(self.grid_videos(frames, heights, widths))
+    """With `cap_pixels_per_frame`: the context that long clips must share, or the tokens that a frame may have."""
 
     def grid_videos(self, frames: Ints, heights: Ints, widths: Ints) -> Ints:
         """Return `video_grid_thw` [m, 3]."""
+        raise NotImplementedError
+
+    def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
+        return self._count(self.grid_videos(frames, heights, widths))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameGrid(_VideoGrid):
+    """Videos of Qwen2-VL, Qwen2.5-VL and the Qwen Omni families: the limits hold for each frame."""
+
+    min_pixels: int = 100352
+    max_pixels: int = 602112
+
+    def grid_videos(self, frames: Ints, heights: Ints, widths: Ints) -> Ints:
         most: int | Ints = self.max_pixels
         if self.capped_tokens is not None:
             budget = int(self.capped_tokens * self._factor * self._factor * _CAP_SHARE)
@@ -218,22 +183,14 @@ class FrameGrid(_Grid):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClipGrid(_Grid):
+class ClipGrid(_VideoGrid):
     """Videos of Qwen3-VL and GLM-4.6V: the limits hold for the clip as a whole."""
 
     patch_size: int = 16
-    temporal_patch_size: int = 2
     min_pixels: int = 131072
     max_pixels: int = 786432
-    capped_tokens: int | None = None
-    """Tokens that a frame may have (`cap_pixels_per_frame`); None: no cap."""
-
-    def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
-        """Count clips."""
-        return self._count(self.grid_videos(frames, heights, widths))
 
     def grid_videos(self, frames: Ints, heights: Ints, widths: Ints) -> Ints:
-        """Return `video_grid_thw` [m, 3]."""
         most: int | Ints = self.max_pixels
         if self.capped_tokens is not None:
             share = np.minimum(self.capped_tokens * self._factor**2, self.max_pixels // np.maximum(frames, 1))
@@ -261,14 +218,11 @@ class ClipGridImage(_Grid):
     def _clip(self) -> ClipGrid:
         return ClipGrid(**asdict(self))
 
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count images."""
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
         return self._count(self.grid_images(heights, widths))
 
     def grid_images(self, heights: Ints, widths: Ints) -> Ints:
-        """Return `image_grid_thw` [m, 3]."""
         return self._clip().grid_videos(np.full_like(heights, self.temporal_patch_size), heights, widths)
 
     def find_problem(self, height: int, width: int) -> str | None:
-        """Refuse extreme shapes."""
         return self._clip().find_problem(height, width)

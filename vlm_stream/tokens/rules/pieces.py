@@ -3,29 +3,12 @@
 Gemma-3, InternVL, Phi-4-multimodal, LLaVA-OneVision, SmolVLM, Pixtral, Step-3.7.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vlm_stream.tokens.rules import MediaCounts, TakesAnySize, count_pieces
-
-if TYPE_CHECKING:
-    from vlm_stream.tokens.rules import Floats, Ints
-
-__all__ = [
-    "AnyresImage",
-    "FixedFrames",
-    "FixedImage",
-    "PaddedTiles",
-    "RowCrops",
-    "RowGrid",
-    "TileGrid",
-    "WindowCrops",
-]
+from vlm_stream.tokens.rules import Floats, Ints, MediaCounts, TakesAnySize, count_pieces
 
 _LEAST_SIDE = 10  # Phi-4-multimodal refuses images whose shorter side would be scaled below it
 _GLOBAL_TOKENS = 256 + 16 + 1  # its overview, the line ends of the overview, and the separator
@@ -39,15 +22,11 @@ _THIN_SIDE, _THIN_RATIO = 32, 4  # Step-3.7 pads images that are thinner to squa
 class FixedImage(TakesAnySize):
     """Images of Gemma-3, with its pan-and-scan crops if they are on."""
 
-    tokens_per_view: int = 256
-    """Tokens of the image, and of each crop."""
-    patches_per_view: int = 4096
-    """Patches of each."""
-    max_crops: int = 0
-    """Most crops; 0: pan and scan is off."""
+    tokens_per_view: int = 256  # tokens of the image, and of each crop
+    patches_per_view: int = 4096  # patches of each
+    max_crops: int = 0  # most crops; 0: pan and scan is off
     min_crop_size: int = 256
-    min_ratio: float = 1.2
-    """Images nearer to a square are not cropped."""
+    min_ratio: float = 1.2  # images nearer to a square are not cropped
 
     def count_crops(self, heights: Ints, widths: Ints) -> Ints:
         """Return the number of crops beside the image itself."""
@@ -60,8 +39,7 @@ class FixedImage(TakesAnySize):
         is_cropped = (ratio >= self.min_ratio) & (np.minimum(-(-longer // crops), shorter) >= self.min_crop_size)
         return np.where(is_cropped, crops, 0)
 
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count images."""
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
         return count_pieces(1 + self.count_crops(heights, widths), self.tokens_per_view, self.patches_per_view)
 
 
@@ -71,11 +49,9 @@ class FixedFrames(TakesAnySize):
 
     tokens_per_frame: int
     patches_per_frame: int
-    tokens_per_video: int = 0
-    """Tokens of the clip beside its frames."""
+    tokens_per_video: int = 0  # tokens of the clip beside its frames
 
-    def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count clips."""
+    def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
         counts = count_pieces(frames, self.tokens_per_frame, self.patches_per_frame)
         return MediaCounts(counts.tokens + self.tokens_per_video, counts.patches, counts.squares)
 
@@ -115,15 +91,11 @@ class TileGrid(TakesAnySize):
 
     tile_size: int = 448
     min_tiles: int = 1
-    max_tiles: int = 12
-    """Most tiles; 1: the image is not cut."""
-    tokens_per_tile: int = 256
-    """Tokens of a tile, and of the overview."""
-    patches_per_tile: int = 1024
-    """Patches of each."""
+    max_tiles: int = 12  # most tiles; 1: the image is not cut
+    tokens_per_tile: int = 256  # tokens of a tile, and of the overview
+    patches_per_tile: int = 1024  # patches of each
 
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count images."""
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
         columns, rows = _find_nearest_grid(heights, widths, self.tile_size, self.min_tiles, self.max_tiles)
         tiles = columns * rows
         return count_pieces(tiles + (tiles > 1), self.tokens_per_tile, self.patches_per_tile)
@@ -151,8 +123,7 @@ class PaddedTiles:
         filled_width = np.where(is_wide, full_width, np.trunc(widths * by_height))
         return columns, rows, filled_width, filled_height
 
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count images."""
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
         columns, rows, filled_width, filled_height = self._fit(heights, widths)
         per_side = self.tile_size // self.patch_size
         across = self._count_kept(columns, filled_width, per_side)
@@ -182,7 +153,7 @@ class PaddedTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyresImage(TakesAnySize):
-    """Images of LLaVA-OneVision: one alone is cut into tiles, several get one tile each."""
+    """Images of LLaVA-OneVision: one alone is cut into tiles, several get one tile each; of LLaVA-NeXT: all are cut."""
 
     pinpoints: tuple[tuple[int, int], ...]
     """Heights and widths of the canvases that an image may be laid on."""
@@ -190,9 +161,11 @@ class AnyresImage(TakesAnySize):
     tokens_per_tile: int = 729
     """Tokens of a tile, and of the overview."""
     max_tiles: int = 9
-    """More features than so many tiles have are pooled."""
+    """More features than so many tiles have are pooled; 0: none are."""
     dropped_tokens: int = 0
     """Tokens that the feature selection takes away from each image (1 for "default": the class token)."""
+    cuts_all: bool = False
+    """Whether images beside others are cut too."""
 
     def _find_canvas(self, heights: Ints, widths: Ints) -> tuple[Ints, Ints]:
         """Return the canvas on which most of the image survives; among equals, the one that wastes least."""
@@ -211,9 +184,8 @@ class AnyresImage(TakesAnySize):
         return high[best], wide[best]
 
     def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
-        """Count images."""
         tokens, tiles = np.full_like(heights, self.tokens_per_tile + 1), np.ones_like(heights)
-        is_alone = siblings == 1
+        is_alone = (siblings == 1) | self.cuts_all
         h, w = heights[is_alone], widths[is_alone]
         canvas_high, canvas_wide = self._find_canvas(h, w)
         rows, columns = canvas_high // self.tile_size, canvas_wide // self.tile_size
@@ -228,14 +200,13 @@ class AnyresImage(TakesAnySize):
         high, wide = (side * rows).astype(np.float64), (side * columns).astype(np.float64)
         is_wide = w / h > wide / high
         padding = np.where(
-            is_wide,
-            (high - _truncate_rounded(h * (wide / w))) // 2,
-            (wide - _truncate_rounded(w * (high / h))) // 2,
+            is_wide, (high - _truncate_rounded(h * (wide / w))) // 2, (wide - _truncate_rounded(w * (high / h))) // 2
         )
         high, wide = np.where(is_wide, high - 2 * padding, high), np.where(is_wide, wide, wide - 2 * padding)
-        ratio = np.sqrt(high * wide / (self.max_tiles * side**2))
-        is_pooled = ratio > _SHRINK_ABOVE
-        high, wide = np.where(is_pooled, high // ratio, high), np.where(is_pooled, wide // ratio, wide)
+        if self.max_tiles:
+            ratio = np.sqrt(high * wide / (self.max_tiles * side**2))
+            is_pooled = ratio > _SHRINK_ABOVE
+            high, wide = np.where(is_pooled, high // ratio, high), np.where(is_pooled, wide // ratio, wide)
         return (high * wide).astype(np.int64), high.astype(np.int64)
 
 
@@ -246,17 +217,13 @@ def _truncate_rounded(values: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCrops(TakesAnySize):
-    """Images of SmolVLM: crops in rows and columns, then an overview; small ones are the overview alone."""
+    """Images of SmolVLM and Idefics3: crops in rows and columns, then an overview; small ones are only that."""
 
     crop_size: int = 364
-    longest_side: int = 1456
-    """Images are scaled to it."""
-    tokens_per_crop: int = 169
-    """Tokens of a crop, and of the overview."""
-    patches_per_crop: int = 676
-    """Patches of each."""
-    splits: bool = True
-    """Whether images are cut at all."""
+    longest_side: int = 1456  # images are scaled to it
+    tokens_per_crop: int = 169  # tokens of a crop, and of the overview
+    patches_per_crop: int = 676  # patches of each
+    splits: bool = True  # whether images are cut at all
 
     def count_rows_and_columns(self, heights: Ints, widths: Ints) -> tuple[Ints, Ints]:
         """Return rows and columns; 0 and 0 where the image is not cut."""
@@ -277,8 +244,7 @@ class RowCrops(TakesAnySize):
         is_cut = (high > size) | (wide > size)
         return np.where(is_cut, rows, 0), np.where(is_cut, columns, 0)
 
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count images."""
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
         rows, columns = self.count_rows_and_columns(heights, widths)
         return count_pieces(rows * columns + 1, self.tokens_per_crop, self.patches_per_crop)
 
@@ -304,12 +270,10 @@ class RowGrid(TakesAnySize):
     """Images of Pixtral and Mistral-3: rows of tokens, each with a mark at its end; never enlarged."""
 
     patch_size: int = 16
-    merge_size: int = 1
-    """Patches along the square that becomes one token."""
+    merge_size: int = 1  # patches along the square that becomes one token
     longest_side: int = 1024
 
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count images."""
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
         h, w = np.maximum(heights, 1), np.maximum(widths, 1)
         scale = np.maximum(h / self.longest_side, w / self.longest_side)
         token = self.patch_size * self.merge_size
@@ -324,10 +288,8 @@ class WindowCrops(TakesAnySize):
     """Images of Step-3.7: an overview, and windows over it where it is large or long."""
 
     view_size: int = 728
-    window_size: int = 504
-    """Pixels along a window, unless the image is thinner."""
-    largest_side: int = 3024
-    """Larger images are scaled down first."""
+    window_size: int = 504  # pixels along a window, unless the image is thinner
+    largest_side: int = 3024  # larger images are scaled down first
     tokens_per_view: int = 169
     tokens_per_window: int = 81
     patches_per_view: int = 2704
@@ -351,8 +313,7 @@ class WindowCrops(TakesAnySize):
         columns, rows = (np.where(side < window, 1, number) for side, number in ((w, columns), (h, rows)))
         return np.where(window == 0, 0, columns), np.where(window == 0, 0, rows)
 
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:  # noqa: ARG002
-        """Count images."""
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
         columns, rows = self.count_columns_and_rows(heights, widths)
         windows = count_pieces(columns * rows, self.tokens_per_window, self.patches_per_window)
         return MediaCounts(

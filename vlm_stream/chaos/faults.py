@@ -1,0 +1,205 @@
+"""What can happen to processes and states: kills, stops, limits.
+
+A kind of fault acts on a scene and may return how it is healed; it is then healed after some seconds, whether or not a
+batch has come meanwhile. Signals go only to processes that descend from the trainers of this run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from vlm_stream.chaos.crew import Crew
+    from vlm_stream.chaos.stage import Stage
+
+Heal = Callable[[], None]
+KILLED: Final = "killed"
+"""A trainer that is gone without a word."""
+
+
+@dataclass(slots=True)
+class Scene:
+    """Where a fault acts."""
+
+    stage: Stage
+    crew: Crew
+    draw: Random
+    """Of this fault alone."""
+
+    def builders(self) -> list[int]:
+        """Return the process ids of builders that are alive."""
+        family = _descendants(self.crew.pids)
+        return [pid for pid in self.crew.builders if pid in family]
+
+    def servers(self) -> list[int]:
+        """Return the process ids of the fork servers of the trainers."""
+        found = []
+        for pid, parent in _parents().items():
+            with contextlib.suppress(OSError):
+                if parent in self.crew.pids and pid not in self.crew.builders:
+                    found += [pid] * (b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return found
+
+    def choose_builder(self) -> list[int]:
+        """Return one of them, or none where all are being started."""
+        found = self.builders()
+        return [self.draw.choice(found)] if found else []
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of fault."""
+
+    name: str
+    act: Callable[[Scene], Heal | None]
+    weight: int = 1
+    """How often it is drawn, against others."""
+    seconds: tuple[float, float] = (0.1, 0.6)
+    """How long it lasts."""
+    damages: bool = False
+    """Bytes may be wrong meanwhile: every batch is compared."""
+    cuts_state: bool = False
+    """The newest checkpoint must be refused."""
+    ends: tuple[str, ...] = ()
+    """How a trainer may end because of it: `KILLED`, or the name of an error with a sentence of ours. Any other end is
+    not survived: a builder that dies must cost a rebuild, not the run."""
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _kill_builder(scene: Scene) -> None:
+    _signal(scene.choose_builder(), signal.SIGKILL)
+
+
+def _crash_builder(scene: Scene) -> None:
+    _signal(scene.choose_builder(), signal.SIGSEGV)
+
+
+def _kill_builders(scene: Scene) -> None:
+    _signal(scene.builders(), signal.SIGKILL)
+
+
+def _stop_builder(scene: Scene) -> None:
+    _signal(scene.choose_builder(), signal.SIGSTOP)
+
+
+def _pause_builder(scene: Scene) -> Heal:
+    pids = scene.choose_builder()
+    _signal(pids, signal.SIGSTOP)
+    return lambda: _signal([pid for pid in pids if pid in _descendants(scene.crew.pids)], signal.SIGCONT)
+
+
+def _kill_server(scene: Scene) -> None:
+    """Kill what stands between a trainer and its builders."""
+    _signal([scene.draw.choice(servers)] if (servers := sorted(scene.servers())) else [], signal.SIGKILL)
+
+
+def _kill_trainer(scene: Scene) -> None:
+    _signal([scene.draw.choice(scene.crew.pids)], signal.SIGKILL)
+
+
+def _crash_trainer(scene: Scene) -> None:
+    _signal([scene.draw.choice(scene.crew.pids)], signal.SIGSEGV)
+
+
+def _kill_all(scene: Scene) -> None:
+    _signal([*scene.crew.pids, *_descendants(scene.crew.pids)], signal.SIGKILL)
+
+
+def _pause_trainer(scene: Scene) -> Heal:
+    pids = [scene.draw.choice(scene.crew.pids)]
+    _signal(pids, signal.SIGSTOP)
+    return lambda: _signal([pid for pid in pids if pid in scene.crew.pids], signal.SIGCONT)
+
+
+def _cut_state(scene: Scene) -> None:
+    """Leave a part of the newest state of a rank, as a kill or a full disk in the middle of writing does."""
+    path = scene.crew.newest[0]
+    data = path.read_bytes()
+    path.write_bytes(data[: scene.draw.randrange(len(data))])
+    _signal(scene.crew.pids, signal.SIGKILL)
+
+
+def _limit(which: int, find: Callable[[Scene, int], int]) -> Callable[[Scene], Heal]:
+    """Return a fault that lowers a limit of all builders."""
+
+    def act(scene: Scene) -> Heal:
+        before: dict[int, tuple[int, int]] = {}
+        for pid in scene.builders():
+            with contextlib.suppress(OSError):
+                soft, hard = before[pid] = resource.prlimit(pid, which)
+                low = find(scene, pid)
+                resource.prlimit(pid, which, (low if soft == resource.RLIM_INFINITY else min(low, soft), hard))
+
+        def heal() -> None:
+            family = _descendants(scene.crew.pids)
+            for pid, limits in before.items():
+                with contextlib.suppress(OSError):
+                    if pid in family:
+                        resource.prlimit(pid, which, limits)
+
+        return heal
+
+    return act
+
+
+def _few_more(scene: Scene, pid: int) -> int:
+    """Return how many descriptors a process has open, and some more."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir())) + scene.draw.randrange(6)
+
+
+def _parents() -> Mapping[int, int]:
+    """Return the parent of every process."""
+    found = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                text = (path / "stat").read_text(encoding="utf-8", errors="replace")
+                found[int(path.name)] = int(text.rpartition(")")[2].split()[1])
+    return found
+
+
+def _descendants(ancestors: list[int]) -> set[int]:
+    parents = _parents()
+    found: set[int] = set()
+    for pid in parents:
+        above = pid
+        while (above := parents.get(above, 0)) > 1:
+            if above in ancestors:
+                found.add(pid)
+                break
+    return found
+
+
+PROCESS_KINDS: Final = {
+    "trainers": (
+        Kind("trainer: kill -9", _kill_trainer, weight=2, ends=(KILLED,)),
+        Kind("trainer: SIGSEGV", _crash_trainer, ends=(KILLED,)),
+        Kind("all processes: kill -9", _kill_all, ends=(KILLED,)),
+        Kind("trainer: stopped for a while", _pause_trainer, weight=4, seconds=(0.2, 1.5)),
+        Kind("state: cut while it is written", _cut_state, cuts_state=True, ends=(KILLED, "StateError")),
+    ),
+    "builders": (
+        Kind("builder: kill -9", _kill_builder, weight=24),
+        Kind("builder: SIGSEGV", _crash_builder, weight=12),
+        Kind("builder: stopped for a while", _pause_builder, weight=12, seconds=(0.2, 2.0)),
+        Kind("builder: stopped for good", _stop_builder, weight=3),
+        Kind("all builders: kill -9", _kill_builders, weight=4),
+        Kind("descriptors: few left", _limit(resource.RLIMIT_NOFILE, _few_more), weight=4, ends=("StorageError",)),
+        Kind("files: cannot grow", _limit(resource.RLIMIT_FSIZE, lambda *_: 4096), weight=4),
+    ),
+    "servers": (Kind("builders' server: kill -9", _kill_server, weight=2),),
+}

@@ -1,0 +1,155 @@
+"""The Ray cluster: how this process comes to it, and the names of what we have there.
+
+A named pool is nothing but its actors: builders that belong to no process, and a keeper (`ray_keeper.py`). Whoever
+wants to know which builders there are asks the cluster for their names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+import uuid
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.dispatch.ray_builder import RayBuilder
+from vlm_stream.errors import ConfigError, hide_secrets, require
+
+if TYPE_CHECKING:
+    from vlm_stream.loader_options import RayBuilders
+
+NAMESPACE: Final = "vlm_stream"
+"""Of the names of actors."""
+_KNOCK_S: Final = 5.0
+CALLS: Final = 20_000
+"""That a builder or a board answers at a time: each batch that waits is one, at a builder also each rank."""
+
+
+def connect(options: RayBuilders) -> Any:
+    """Return Ray, connected to the cluster; one that this process is connected to already is used.
+
+    Raises:
+        ConfigError: There is no cluster at that address, or this process is connected to another one.
+        MissingExtraError: Ray is not installed.
+    """
+    ray = require("ray", "ray", "Building on a Ray cluster")
+    if ray.is_initialized():
+        _check_address(options.address, ray.get_runtime_context().gcs_address)
+        return ray
+    try:
+        _knock(options.address)
+        ray.init(
+            address=options.address,
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {options.address or 'RAY_ADDRESS'} ({error}), so no batch "
+            f"can be built there; start one (ray start --head), correct builders.address, or leave builders out"
+        ) from error
+    return ray
+
+
+def session(ray: Any) -> tuple[str, str] | None:
+    """Return what tells this process's connection to a cluster from others, None where it has none.
+
+    Without one no call of Ray's may be made: it would start a cluster in this process.
+    """
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.gcs_address, context.get_job_id()
+
+
+def say_error(error: BaseException | None) -> str:
+    """Return an error of Ray in one line."""
+    lines = hide_secrets(str(error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+
+
+def _split(address: str | None) -> tuple[str, int] | None:
+    host, _, port = (address or "").rpartition(":")
+    return (host, int(port)) if host and port.isdecimal() and "/" not in host else None
+
+
+def _knock(address: str | None) -> None:
+    """Raise an OSError where nobody listens at host:port: Ray would end this process after a minute."""
+    if (place := _split(address)) is not None:
+        socket.create_connection(place, timeout=_KNOCK_S).close()
+
+
+def _check_address(address: str | None, here: str) -> None:
+    place = _split(address)
+    if place is None or address == here:
+        return
+    try:
+        is_here = f"{socket.gethostbyname(place[0])}:{place[1]}" == here
+    except OSError:
+        is_here = False
+    if not is_here:
+        raise ConfigError(
+            f"this process is connected to the Ray cluster at {here} and builders.address is {address}, so builders "
+            f"would be started on the wrong one; leave builders.address out, or call ray.shutdown() first"
+        )
+
+
+def start_builder(ray: Any, options: RayBuilders, **more: Any) -> Any:
+    """Start an actor and return its handle; it exists once Ray has found room for it."""
+    actor = ray.remote(RayBuilder).options(
+        num_cpus=options.num_cpus,
+        resources=options.resources or None,
+        runtime_env=options.runtime_env,
+        max_concurrency=CALLS,
+        namespace=NAMESPACE,
+        **more,
+    )
+    return actor.remote()
+
+
+def keeper_name(pool: str) -> str:
+    """Return the name of the actor that keeps a named pool."""
+    return f"pool:{pool}"
+
+
+def new_builder_name(options: RayBuilders) -> str:
+    """Return a name for a builder of a named pool; it begins alike for those that ask the same of the cluster."""
+    asked = repr((options.num_cpus, sorted((options.resources or {}).items()), options.runtime_env))
+    return f"builder:{options.pool}:{hashlib.sha256(asked.encode()).hexdigest()[:8]}:{uuid.uuid4().hex[:12]}"
+
+
+def builder_names(ray: Any, pool: str) -> list[str]:
+    """Return the names of a named pool's builders, those too that are being started."""
+    return [name for name in _names(ray) if name.rsplit(":", 2)[0] == f"builder:{pool}"]
+
+
+def has_pool(ray: Any, pool: str) -> bool:
+    """Tell whether anything of a named pool is there."""
+    return keeper_name(pool) in _names(ray) or bool(builder_names(ray, pool))
+
+
+def _names(ray: Any) -> list[str]:
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(each["name"] for each in found if each["namespace"] == NAMESPACE)
+
+
+def no_pool_error(pool: str) -> ConfigError:
+    """Return what is said where there is no such pool."""
+    return ConfigError(
+        f"the cluster has no pool '{pool}', so there is nobody to build; start it: vlm-stream builders up --name "
+        f"{pool} --count 8"
+    )
+
+
+def find_keeper(ray: Any, pool: str) -> Any:
+    """Return the actor that keeps a named pool.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    try:
+        return ray.get_actor(keeper_name(pool), namespace=NAMESPACE)
+    except ValueError as error:
+        raise no_pool_error(pool) from error

@@ -1,0 +1,126 @@
+"""What a trainer is told while no batch comes: what is waited for, by whom, since when, and who should bring it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from vlm_stream.errors import WorkerError
+
+if TYPE_CHECKING:
+    from vlm_stream.blueprint import BatchName, SampleRef
+    from vlm_stream.dispatch.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+SAY_S: Final = 60.0
+"""A trainer that waits so long for one batch is told what it waits for."""
+_WAY_OUT: Final = "loader.stacks() shows where each builder is (kill -USR1 PID: on its standard error)"
+
+
+def say_what_is_waited_for(
+    schedule: Schedule,
+    name: BatchName | None,
+    seconds: float,
+    now: float,
+    *,
+    builders: list[int],
+    num_starting: int,
+    hang_s: float | None,
+) -> str:
+    """Return the sentence.
+
+    Args:
+        schedule: Who has which batch.
+        name: Of the next batch; None: it is not planned yet.
+        seconds: How long the trainer has waited.
+        now: The time.
+        builders: Those that are alive.
+        num_starting: Those that are being started.
+        hang_s: After how long a silent builder is replaced; None: nobody has said.
+    """
+    since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+    start = f"no batch for {seconds:.0f} s, since {since}: "
+    if name is None:
+        return f"{start}the plan has not come to its next step, which reads indexes of shards; {_WAY_OUT}"
+    what = f"rank {name.rank} waits for step {name.step}, micro-batch {name.micro}"
+    holders = [number for number in builders if schedule.head in schedule.queued(number)]
+    told = ", ".join(
+        f"builder {number} has been silent for {schedule.busy_for(number, now):.0f} s" for number in holders
+    )
+    unset = "after minutes if nobody else can help (worker_timeout is not set)"
+    patience = unset if hang_s is None else f"after {hang_s:g} s"
+    return (
+        f"{start}{what}; {told or 'no builder has it'}; {len(builders)} builders are alive, {num_starting} are being "
+        f"started, {schedule.num_ready} batches are ready behind it. A silent builder is replaced "
+        f"{patience}, or when another one finishes its batch; {_WAY_OUT}"
+    )
+
+
+class InlineWatch:
+    """Says what this process plans or builds when that takes long. It is a builder's watch, and a context manager."""
+
+    def __init__(self) -> None:
+        """Watch nothing yet."""
+        self._work: tuple[float, str] | None = None
+        """Since when, and what."""
+        self._sample: SampleRef | None = None
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vlm-stream-watch", daemon=True)
+
+    def __enter__(self) -> InlineWatch:
+        """Begin to look."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """End it."""
+        self._is_closed.set()
+
+    def build(self, name: BatchName) -> None:
+        """Note which batch is built from now on."""
+        self._work = time.monotonic(), f"step {name.step}, micro-batch {name.micro} of rank {name.rank} is being built"
+
+    def plan(self) -> None:
+        """Note that the plan goes on."""
+        self._work = time.monotonic(), "the plan has not come to its next step, which reads indexes of shards"
+
+    def rest(self) -> None:
+        """Note that nothing is done here: the trainer has its batch."""
+        self._work = None
+
+    def begin(self, ref: SampleRef) -> None:
+        """Note which sample is worked on."""
+        self._sample = ref
+
+    def end(self) -> None:
+        """Note that none is."""
+        self._sample = None
+
+    def _run(self) -> None:
+        told: tuple[tuple[float, str] | None, float] = (None, 0.0)
+        while not self._is_closed.wait(SAY_S / 10):
+            work, sample, now = self._work, self._sample, time.monotonic()
+            since = told[1] if work is told[0] else 0.0
+            if work is None or now - max(work[0], since) < SAY_S:
+                continue
+            told = work, now
+            which = "" if sample is None else ", at row {2} of shard {1} of source {0}".format(*sample)
+            logger.warning(
+                "no batch for %.0f s: %s in this process (num_workers=0)%s; loader.stacks() in another thread shows "
+                "where it is, and with num_workers=1 and worker_timeout a sample that hangs is left out",
+                now - work[0],
+                work[1],
+                which,
+            )
+
+
+def no_start_error(seconds: float) -> WorkerError:
+    """Return how a run ends for which no builder comes."""
+    return WorkerError(
+        f"no builder could be started in {seconds:.0f} s, so the run ends here; its state is good. Look for what keeps "
+        f"processes from starting (memory, a stopped fork server, a file system that does not answer), or raise "
+        f"worker_timeout."
+    )
