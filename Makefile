@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 # torch and torchvision are pinned for this checkout alone; a user's `pip install vlm-stream` keeps open ranges.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Of tests.
-PROCESSES ?= $(shell nproc 2>/dev/null || echo 2)
+# Of tests: one more than cores, for many of them wait for processes and servers.
+PROCESSES ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 
 BENCH  := .venv-bench
 AUTOMODEL := .venv-automodel

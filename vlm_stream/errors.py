@@ -46,6 +46,7 @@ __all__ = [
     "WorkerError",
     "blame_sample",
     "hide_secrets",
+    "lacks_descriptors",
     "nearest_name",
     "num_descriptors",
     "require",
@@ -196,10 +197,12 @@ def blame_sample(error: Exception, stage: str, reason: str, fact: str) -> BadSam
     """
     if isinstance(error, BadSampleError):
         return error
-    if isinstance(error, (VlmStreamError, ImportError)):
+    if isinstance(error, VlmStreamError):
         raise error
-    if not _can_open():
+    if lacks_descriptors(error) or not _can_open():  # what libraries raise then says anything
         raise StorageError(say_no_descriptors("a sample could not be decoded")) from error
+    if isinstance(error, ImportError):
+        raise error
     return BadSampleError(stage, reason, f"{fact} ({say_error(error)}).")
 
 
@@ -214,12 +217,23 @@ def num_descriptors() -> int:
 
 
 def _can_open() -> bool:
-    """Tell whether this process may open another file; what libraries raise then says anything."""
+    """Tell whether this process may open another file."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
         return error.errno not in NO_DESCRIPTORS
     return True
+
+
+def lacks_descriptors(error: BaseException) -> bool:
+    """Tell whether an error says that no more files may be open; a library that is loaded late says so in words alone.
+
+    >>> lacks_descriptors(ImportError("libx.so: cannot open shared object file: Too many open files"))
+    True
+    """
+    if isinstance(error, VlmStreamError) or not isinstance(error, (OSError, ImportError)):
+        return False
+    return getattr(error, "errno", None) in NO_DESCRIPTORS or os.strerror(errno.EMFILE) in str(error)
 
 
 def say_no_descriptors(fact: str) -> str:

@@ -30,7 +30,7 @@ from vlm_stream.dispatch import (
     ShmBoard,
     build_inline,
 )
-from vlm_stream.errors import ConfigError
+from vlm_stream.errors import ConfigError, StorageError, lacks_descriptors, say_no_descriptors
 from vlm_stream.forecast import PlanForecast, open_forecast
 from vlm_stream.loader_options import LoaderOptions
 from vlm_stream.pixels import DeviceFeed
@@ -248,6 +248,8 @@ class Iteration:
         except BaseException as error:
             # The builders are past a batch that nobody got: only a new iterator can deliver it.
             self.close(f"by {type(error).__name__}")
+            if lacks_descriptors(error):
+                raise StorageError(say_no_descriptors("a batch could not be made")) from error
             raise
         return Batch.sealed(batch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from vlm_stream import StreamLoader
 from vlm_stream.errors import BadSampleError, StorageError, blame_sample
 from vlm_stream.storage import open_store
 
@@ -79,7 +81,20 @@ def test_no_descriptor_at_all_is_a_sentence_and_no_bad_sample(tmp_path):
             store.fetch("0.tar", 0, 4)
         with pytest.raises(StorageError, match="which says nothing about the data"):
             blame_sample(RuntimeError("a decoder's own words"), "decode", "bad_video", "it cannot be decoded")
+    late = ImportError("frame.so: cannot open shared object file: Too many open files")
+    with pytest.raises(StorageError, match="which says nothing about the data"):
+        blame_sample(late, "decode", "bad_video", "it cannot be decoded")
     assert isinstance(blame_sample(RuntimeError("x"), "decode", "bad_video", "it cannot be decoded"), BadSampleError)
+
+
+@pytest.mark.parametrize("error", [ImportError("av.so: Too many open files"), OSError(errno.EMFILE, "no more")])
+def test_whatever_part_of_a_run_lacks_descriptors_the_sentence_is_one(toy_shards, error):
+    def collate(*_):
+        raise error
+
+    loader = StreamLoader(str(toy_shards), processor=None, mode="plain", batch_size=2, collate_fn=collate)
+    with pytest.raises(StorageError, match=r"a batch could not be made: .*ulimit -n 4096"):
+        next(iter(loader))
 
 
 SCRIPT = """
