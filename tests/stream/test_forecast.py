@@ -58,6 +58,22 @@ def test_the_cache_is_told_the_plan_of_a_run_and_of_its_resume(
     assert numbers["cache_hits"] > 0
 
 
+def test_a_further_round_finds_in_the_cache_what_it_needs_first(
+    tmp_path: Path, toy_meta: Path, s3_server: S3Server, options: dict[str, Any]
+) -> None:
+    """A loop over epochs iterates again for each: what the next one needs is not taken for needed no more."""
+    url = s3_server.url("forecast-rounds")
+    make_shards(toy_meta, url, samples_per_shard=6, store=s3_server.options)
+    cached = {"store": s3_server.options, "cache_dir": str(tmp_path), "cache_bytes": "1M", "group_shards": 1}
+    loader = StreamLoader(url, **options | cached | {"epochs": 1})
+    for _ in loader:
+        due = Foresight(cache_folder(str(tmp_path))).due()
+        keys = loader.stream.plan().datasets.opened[0].shard_keys()
+        seconds = [due.seconds(key.digest.hex()) for key in keys]
+        assert all(each is not None and each < float("inf") for each in seconds)
+    loader.close()
+
+
 def test_a_table_is_written_again_before_it_ends(
     tmp_path: Path, toy_meta: Path, s3_server: S3Server, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,7 +162,7 @@ class NodeCache:
         """Return the locked descriptor of an empty part file, or None while another writer holds it."""
         path = self._file(key, "part")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if _try_lock(descriptor):
+        if try_lock(descriptor):
             with contextlib.suppress(FileNotFoundError):
                 # The file may have been renamed or removed between opening and locking.
                 if os.fstat(descriptor).st_ino == path.stat().st_ino:
@@ -237,7 +237,8 @@ class NodeCache:
         return self._folder / f"{key.digest.hex()}.{kind}"
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Lock a file for this process alone; False: it is locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -258,7 +259,7 @@ def _remove_unused(path: Path) -> bool:
     try:
         size = os.fstat(descriptor).st_size - _TRAILER.size
         ours = path.suffix == ".part" or (size >= 0 and _is_whole(descriptor, bytes.fromhex(path.stem), size))
-        if not (ours and _try_lock(descriptor)):
+        if not (ours and try_lock(descriptor)):
             return False
         path.unlink()
         return True

@@ -1,13 +1,12 @@
 """The node cache of one reader: requests served from it, whole shards brought into it in parallel parts.
 
-One thread of one process of the node also brings shards that will be needed soon, as far as there is room beside those
+Of each store, one process of the node also brings shards that will be needed soon, as far as there is room beside those
 that are needed sooner.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import threading
@@ -17,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from vlm_stream.errors import ChangedObjectError, StorageError
-from vlm_stream.storage.cache import CachedShard, NodeCache, NoRoomError, cache_folder
+from vlm_stream.storage.cache import CachedShard, NodeCache, NoRoomError, cache_folder, try_lock
 from vlm_stream.storage.spans import ShardKey, check_unchanged_object
 from vlm_stream.storage.store import Fetched
 
@@ -127,19 +126,25 @@ class ShardDownloads:
         return seconds is not None and seconds > _AHEAD_S
 
     def _run_ahead(self) -> None:
-        """Bring what will be needed, while this process is the one of the node that does."""
-        with contextlib.suppress(OSError, CancelledError):
+        """Bring what will be needed of those stores of which this process is the one of the node that does."""
+        mine: dict[str, Store] = {}
+        with contextlib.suppress(OSError, CancelledError), contextlib.ExitStack() as locks:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / "ahead.lock").open("ab") as lock:
-                while True:
-                    self._sleep(_LOOK_S)
-                    with contextlib.suppress(BlockingIOError):
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        self._bring_ahead()
+            while True:
+                self._sleep(_LOOK_S)
+                for root, store in list(self._stores.items()):
+                    # Jobs may read other stores, which this process cannot open.
+                    lock = (self._folder / f"{ShardKey(root, '', 0, None).digest.hex()}.ahead").open("ab")
+                    if root not in mine and try_lock(lock.fileno()):
+                        mine[root] = store
+                        locks.enter_context(lock)
+                    else:
+                        lock.close()
+                self._bring_ahead(mine)
 
-    def _bring_ahead(self) -> None:
+    def _bring_ahead(self, stores: Mapping[str, Store]) -> None:
         for key in self._cache.foresight.due().coming(_AHEAD_S):
-            store = self._stores.get(key.root)
+            store = stores.get(key.root)
             if store is None or self._cache.has(key):
                 continue
             try:
