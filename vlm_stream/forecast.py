@@ -16,6 +16,10 @@ from vlm_stream.plan import shard_uses
 from vlm_stream.storage import Forecast, ShardKey, Uses, cache_folder, scheme_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vlm_stream.blueprint import Planned
+    from vlm_stream.build import Delivery
     from vlm_stream.plan import ShardUses
     from vlm_stream.planning import Plan
 
@@ -89,6 +93,21 @@ def open_forecast(plan: Plan, state: dict[str, Any] | None) -> PlanForecast | No
     except OSError as error:
         _say_untold(plan, error)
         return None
+
+
+def tell(
+    plan: Plan, state: dict[str, Any] | None, deliveries: Iterator[tuple[Planned, Delivery]]
+) -> Iterator[tuple[Planned, Delivery]]:
+    """Hand deliveries on, and tell the cache how far they are."""
+    forecast = open_forecast(plan, state)
+    try:
+        for planned, delivery in deliveries:
+            if forecast is not None:
+                forecast.saw(planned.positions)
+            yield planned, delivery
+    finally:
+        if forecast is not None:
+            forecast.close()
 
 
 def _say_untold(plan: Plan, error: OSError) -> None:

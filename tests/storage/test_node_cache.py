@@ -74,6 +74,17 @@ def test_shards_in_recent_use_are_not_thrown_out_for_others(tmp_path):
     assert not list(tmp_path.rglob("*.part"))
 
 
+def test_a_damaged_shard_that_goes_while_room_is_made_is_room(tmp_path, monkeypatch):
+    cache = NodeCache(str(tmp_path), 2200, min_idle_s=0)
+    for name in "ab":
+        cache.obtain(key_of(name), filler(name.encode()), time.sleep)[0].close()
+    entries = list(cache._entries())
+    monkeypatch.setattr(cache, "_entries", lambda: entries)
+    cache.discard(key_of("a"))
+    cache.discard(key_of("b"))
+    cache.obtain(key_of("c"), filler(b"c"), time.sleep)[0].close()
+
+
 def test_a_download_that_ends_while_another_counts_is_counted(tmp_path):
     """Whatever the moment of its renaming, one shard of four is in the cache when one fits."""
     for attempt in range(100):

@@ -255,7 +255,10 @@ def _is_whole(descriptor: int, digest: bytes, size: int) -> bool:
 
 def _remove_unused(path: Path) -> bool:
     """Remove a part that no process writes, or a complete shard that none reads and that is one of ours."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # somebody has found wrong bytes in it meanwhile
+        return True
     try:
         size = os.fstat(descriptor).st_size - _TRAILER.size
         ours = path.suffix == ".part" or (size >= 0 and _is_whole(descriptor, bytes.fromhex(path.stem), size))
