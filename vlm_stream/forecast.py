@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from vlm_stream.dispatch import build_inline
 from vlm_stream.plan import shard_uses
 from vlm_stream.storage import Forecast, ShardKey, Uses, cache_folder, scheme_of
 
@@ -95,13 +96,14 @@ def open_forecast(plan: Plan, state: dict[str, Any] | None) -> PlanForecast | No
         return None
 
 
-def tell(
-    plan: Plan, state: dict[str, Any] | None, deliveries: Iterator[tuple[Planned, Delivery]]
+def build_and_tell(
+    plan: Plan, state: dict[str, Any] | None, blueprints: Iterator[Planned]
 ) -> Iterator[tuple[Planned, Delivery]]:
-    """Hand deliveries on, and tell the cache how far they are."""
+    """Build blueprints of a plan in this process, and tell the cache how far they are; the plan began at a state."""
     forecast = open_forecast(plan, state)
     try:
-        for planned, delivery in deliveries:
+        # What builds has no name here: an error would keep it with this frame, and its threads with it.
+        for planned, delivery in build_inline(blueprints, plan.build, plan.build.options.prefetch_bytes):
             if forecast is not None:
                 forecast.saw(planned.positions)
             yield planned, delivery

@@ -192,6 +192,33 @@ def test_what_comes_soon_is_brought_before_it_is_asked_for(tmp_path, s3_server):
     job.close()
 
 
+def test_jobs_with_the_same_process_number_have_tables_of_their_own(tmp_path, monkeypatch):
+    """As in containers, where everybody is process 1."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    jobs = []
+    for name in "ab":
+        monkeypatch.setattr("vlm_stream.storage.foresight._numbers", itertools.count(), raising=False)
+        jobs.append(say(tmp_path, (name, 5, 9), shards=name))
+    due = Foresight(cache_folder(str(tmp_path))).due()
+    assert all(due.seconds(key_of(name).digest.hex()) for name in "ab")
+    for job in jobs:
+        job.close()
+
+
+def test_shards_on_this_machine_are_not_brought_and_keep_nothing_from_it(tmp_path, s3_server):
+    """A mixture of a dataset on a disk and one in a store."""
+    local = write_shards(str(tmp_path / "local"), num_shards=2)
+    remote = write_shards(s3_server.url("foresight-mixed"), num_shards=2, options=s3_server.options)
+    keys = [ShardKey(span.root, span.path, span.shard_size, span.etag) for span in (*local.spans, *remote.spans)[::20]]
+    job = Forecast(cache_folder(str(tmp_path)), keys, Uses(np.arange(4), np.zeros(4), np.ones(4)), 1.0)
+    with SpanReader(cache_options(tmp_path), store_options=s3_server.options) as reader:
+        read(reader, [(0, local.spans[0])])
+        read(reader, [(1, remote.spans[0])])
+        wait_for(lambda: len(cached_files(tmp_path)) == 2)
+        assert {file.stem for file in cached_files(tmp_path)} == {key.digest.hex() for key in keys[2:]}
+    job.close()
+
+
 def test_each_store_has_a_process_that_brings(tmp_path, s3_server):
     """Two jobs of a node read two stores, and neither can open the other's."""
     options, readers, jobs = s3_server.options, [], []

@@ -238,6 +238,19 @@ def test_a_cache_that_is_too_small_serves_what_fits(s3_shards, s3_server, tmp_pa
     assert "raise cache_bytes" in caplog.text
 
 
+def test_a_full_cache_is_not_searched_for_room_at_every_read(s3_shards, s3_server, tmp_path, monkeypatch):
+    monkeypatch.setattr("vlm_stream.storage.downloads._FULL_S", 1e9)
+    searches, make_room = [], NodeCache._make_room
+    monkeypatch.setattr(NodeCache, "_make_room", lambda *given: searches.append(given) or make_room(*given))
+    size = s3_shards.spans[0].shard_size
+    with SpanReader(cache_options(tmp_path, int(size * 1.5)), store_options=s3_server.options) as reader:
+        for number in (0, 20, 21, 40, 41, 1):  # three shards
+            ((tag, result),) = read(reader, [(number, s3_shards.spans[number])])
+            s3_shards.assert_equal(tag, result)
+        assert (reader.metrics.cache_downloads, reader.metrics.cache_hits) == (1, 1)
+    assert len(searches) == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_at_the_wrong_moment_leaves_nothing_locked(tmp_path):
     cache = NodeCache(tmp_path, 10_000)

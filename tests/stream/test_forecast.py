@@ -86,7 +86,7 @@ def test_streams_of_other_loaders_tell_their_plan_too(
     iterator = iter(open_run(url, **own, **cached))
     next(iterator)
     assert len(tables(tmp_path)) == 1
-    assert len(list(iterator)) == 119
+    assert len(list(iterator)) == 59
     assert not tables(tmp_path)
 
 

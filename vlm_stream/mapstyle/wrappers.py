@@ -123,7 +123,7 @@ def make_robust_collate(
 
     def robust(batch: Sequence[Any]) -> Any:
         error: Exception | None = None
-        seed = _fingerprint(batch)
+        seed = zlib.crc32("\1".join(map(_identity, batch)).encode())
         for attempt in range(max_retries):
             try:
                 return collate_fn(batch)
@@ -141,10 +141,6 @@ def make_robust_collate(
         raise RuntimeError(f"Collate failed after {max_retries} retries: {error!r}") from error
 
     return robust
-
-
-def _fingerprint(batch: Sequence[Any]) -> int:
-    return zlib.crc32("\1".join(map(_identity, batch)).encode())
 
 
 def _identity(example: Any) -> str:

@@ -44,7 +44,11 @@ def cache_folder(cache_dir: str) -> Path:
 
 
 class NoRoomError(Exception):
-    """The shard does not fit beside those that are in use."""
+    """The shard does not fit."""
+
+
+class FullError(NoRoomError):
+    """It does not fit beside those that are in use, as no other of its size would."""
 
 
 class CachedShard:
@@ -120,7 +124,8 @@ class NodeCache:
             if descriptor is None:
                 if (latest := self._written_at(key)) != written:
                     written, since = latest, time.monotonic()
-                self._check_alive(key, time.monotonic() - since)
+                if time.monotonic() - since > _STALLED_S:  # its lock may live on in a forked child
+                    raise NoRoomError(f"the process that downloads {key.path} has not written for {_STALLED_S:.0f} s")
                 wait(0.02)
                 continue
             found = self.find(key)  # the last writer may have finished between our look and our lock
@@ -177,11 +182,6 @@ class NodeCache:
             return self._file(key, "part").stat().st_mtime
         return 0.0
 
-    def _check_alive(self, key: ShardKey, silent_s: float) -> None:
-        """Raise when the writer that we wait for has not written for long: its lock may live on in a forked child."""
-        if silent_s > _STALLED_S:
-            raise NoRoomError(f"the process that downloads {key.path} has not written for {_STALLED_S:.0f} s")
-
     def _make_room(self, key: ShardKey, descriptor: int) -> None:
         """Evict until the shard fits, and reserve its place by the length of the file."""
         needed = key.size + _TRAILER.size
@@ -205,7 +205,7 @@ class NodeCache:
                 if _remove_unused(path):
                     excess -= size
             if excess > 0:
-                raise NoRoomError(
+                raise FullError(
                     f"the shards in use fill cache_bytes = {self._max_bytes}; it should hold those of one shuffle group"
                 )
             os.ftruncate(descriptor, needed)

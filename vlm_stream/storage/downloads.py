@@ -10,13 +10,14 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from concurrent.futures import CancelledError
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from vlm_stream.errors import ChangedObjectError, StorageError
-from vlm_stream.storage.cache import CachedShard, NodeCache, NoRoomError, cache_folder, try_lock
+from vlm_stream.storage.cache import CachedShard, FullError, NodeCache, NoRoomError, cache_folder, try_lock
 from vlm_stream.storage.spans import ShardKey, check_unchanged_object
 from vlm_stream.storage.store import Fetched
 
@@ -38,6 +39,8 @@ _PARTS_AHEAD: Final = 4
 _AHEAD_S: Final = 300.0
 """How early a shard is brought."""
 _LOOK_S: Final = 2.0
+_FULL_S: Final = 2.0
+"""For how long a full cache is not asked for room: to look for it takes a look at all of its files."""
 _JOIN_S: Final = 5.0
 
 
@@ -67,6 +70,7 @@ class ShardDownloads:
         self._slots = threading.Semaphore(_SHARDS_AT_A_TIME)
         self._sizes: dict[tuple[str, str], int] = {}
         self._disk_failed = False
+        self._full_until = 0.0
         self._warned: set[str] = set()
         self._ahead: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -82,10 +86,12 @@ class ShardDownloads:
             shard = self._cache.find(key)
             downloaded = False
             if shard is None:
-                if self._disk_failed or self._is_past(key):
+                if self._disk_failed or time.monotonic() < self._full_until or self._is_past(key):
                     return None
                 shard, downloaded = self._obtain(store, key)
         except NoRoomError as error:
+            if isinstance(error, FullError):
+                self._full_until = time.monotonic() + _FULL_S
             self._warn_once("room", f"{error}. Such shards are read from the store each time; raise cache_bytes.")
             return None
         except ChangedObjectError:
@@ -133,9 +139,11 @@ class ShardDownloads:
             while True:
                 self._sleep(_LOOK_S)
                 for root, store in list(self._stores.items()):
-                    # Jobs may read other stores, which this process cannot open.
+                    if root in mine or not hasattr(store, "fetch_async"):  # shards on this machine are not cached
+                        continue
+                    # One lock for each store: other jobs read stores that this process cannot open.
                     lock = (self._folder / f"{ShardKey(root, '', 0, None).digest.hex()}.ahead").open("ab")
-                    if root not in mine and try_lock(lock.fileno()):
+                    if try_lock(lock.fileno()):
                         mine[root] = store
                         locks.enter_context(lock)
                     else:

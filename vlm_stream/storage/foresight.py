@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
+import secrets
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,6 @@ _USE: Final = np.dtype([("shard", "<i8"), ("begin", "<f8"), ("end", "<f8")])
 _MOST_BYTES: Final = 1 << 28
 _SLOWEST: Final = 1e-3
 """Draws a second of a job of which no more is known: what comes sooner is needed sooner."""
-_numbers = itertools.count()
 
 
 class Uses(NamedTuple):
@@ -58,7 +57,7 @@ class Forecast:
         table = np.zeros(len(uses.shards), dtype=_USE)
         table["shard"], table["begin"], table["end"] = uses
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"{os.getpid()}-{next(_numbers)}.plan"
+        self._path = folder / f"{secrets.token_hex(8)}.plan"  # jobs in containers have the same process numbers
         text = json.dumps([list(shard) for shard in shards]).encode()
         self._sizes = len(text), len(table)
         unfinished = self._path.with_suffix(".new")
