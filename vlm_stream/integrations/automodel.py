@@ -247,47 +247,66 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _rule_of(processor: Any, model_config: Any) -> Positions | None:
-    return PositionRule.from_processor(processor) if model_config is None else PositionRule.from_config(model_config)
+class _Rows:
+    """The position rule of a family, read when its processor is known."""
+
+    def __init__(self, model_config: Any) -> None:
+        self._model_config = model_config
+        self._rules: list[Positions | None] = []
+
+    def _rule(self, processor: Any) -> Positions | None:
+        if not self._rules:
+            config = self._model_config
+            rule = PositionRule.from_processor(processor) if config is None else PositionRule.from_config(config)
+            self._rules.append(rule)
+        return self._rules[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaddedRows:
+class PaddedRows(_Rows):
     """One sample a row in the form of the recipe's collation: padded, labels shifted, pixels in bfloat16.
 
     With fake images the rows have positions too: a model would skip the hidden tokens of such an image and give its
     grid to the next row.
     """
 
-    with_positions: bool = False
-    model_config: Any = None
+    def __init__(self, *, with_positions: bool = False, model_config: Any = None) -> None:
+        super().__init__(model_config)
+        self._with_positions = with_positions
 
     def __call__(self, samples: Sequence[Mapping[str, Any]], processor: Any) -> dict[str, Any]:
         batch = pad_collate_fn(samples, processor)
-        rule = _rule_of(processor, self.model_config) if self.with_positions else None
+        rule = self._rule(processor) if self._with_positions else None
         return batch | stack_positions(samples, rule, batch["input_ids"].shape[1])
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackedRows:
+class PackedRows(_Rows):
     """Packed rows in the form of the recipe's own packed collation: called with rows of samples and the processor.
 
     Labels are shifted within each document; `_packed_seq_ids` numbers the documents of a row; positions restart with
     each of them and have three axes where the family has; pixels are bfloat16.
     """
 
-    packed_as: PackedAs
-    pack_size: int | None
-    alignment: int = 1
-    pad_rows: bool = False
-    model_config: Any = None
-    sequence_metadata: bool = False
+    def __init__(
+        self,
+        *,
+        packed_as: PackedAs,
+        pack_size: int | None,
+        alignment: int = 1,
+        pad_rows: bool = False,
+        model_config: Any = None,
+        sequence_metadata: bool = False,
+    ) -> None:
+        super().__init__(model_config)
+        self._form = packed_as
+        self._pack_size = pack_size or 0
+        self._alignment = alignment
+        self._pad_to = pack_size if pad_rows else None
+        self._sequence_metadata = sequence_metadata
 
     def __call__(self, rows: Sequence[Sequence[Mapping[str, Any]]], processor: Any) -> dict[str, Any]:
-        pad_id, rule = pad_id_of(processor), _rule_of(processor, self.model_config)
-        packs = [pack_row(row, self.pack_size or 0, pad_id, rule, self.alignment) for row in rows]
-        pad_to = self.pack_size if self.pad_rows else None
-        if self.packed_as == "thd":
-            return packed_sequence_thd_vlm_collater(packs, pad_id, pad_to)
-        contract = PackingContract(self.packed_as, self.sequence_metadata)
-        return neat_packed_vlm_collater(packs, pad_id, pad_to, packing=contract)
+        pad_id, rule = pad_id_of(processor), self._rule(processor)
+        packs = [pack_row(row, self._pack_size, pad_id, rule, self._alignment) for row in rows]
+        if self._form == "thd":
+            return packed_sequence_thd_vlm_collater(packs, pad_id, self._pad_to)
+        contract = PackingContract(self._form, self._sequence_metadata)
+        return neat_packed_vlm_collater(packs, pad_id, self._pad_to, packing=contract)
