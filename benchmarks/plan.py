@@ -38,7 +38,7 @@ from vlm_stream.plan import (
     best_fit_decreasing,
     plan_report,
 )
-from vlm_stream.plan.pack import packs_lower_bound
+from vlm_stream.plan.units import packs_lower_bound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -113,3 +113,5 @@ class Planned(NamedTuple):
     blueprint: Blueprint
     state: Callable[[], dict[str, Any] | None]
     """Writes the state of the plan after this batch; None: it has none."""
+    positions: tuple[float, ...] = ()
+    """About how many samples of each source were drawn before it, over all epochs."""

@@ -88,7 +88,7 @@ class _Making:
     def _begin(self) -> Iterator[tuple[Planned, Delivery]]:
         plan = self._open_plan()
         blueprints = plan.blueprints(self._world, self._state)
-        self._forecast = open_forecast(plan, self._world.size, self._state)
+        self._forecast = open_forecast(plan, self._state)
         options, ray = self._options, self._options.ray
         build = replace(plan.build, decode_threads=options.threads_of(self._world))
         max_bytes = build.options.prefetch_bytes
@@ -156,7 +156,7 @@ class _Making:
     def saw(self, planned: Planned) -> None:
         """Note a batch that is handed out."""
         if self._forecast is not None:
-            self._forecast.saw(planned.blueprint)
+            self._forecast.saw(planned.positions)
 
     def close(self) -> None:
         if os.getpid() != self._pid:  # a fork of the trainer: the builders are not its own

@@ -227,18 +227,17 @@ class StreamOptions:
         check_names(cls, options, others)
         return cls(**options)
 
-    def plan(self, geometry: str, *, text: str = "", epochs_before: int = 0, weights_given: bool = False) -> PlanConfig:
+    def plan(self, geometry: str, *, text: str = "", weights_given: bool = False) -> PlanConfig:
         """Return what the plan must know; `geometry` and `text` identify how media and text were counted."""
         from vlm_stream.plan import BalanceConfig, MixtureConfig, OrderConfig, PlanConfig
 
-        epochs = self.epochs if self.train else 1
         weigh_by = self.weigh_by or ("samples" if weights_given else "size")
         stop = self.stop or ("first" if weights_given else "each")
         return PlanConfig(
             seed=self.seed,
             window=self.window,
             shuffle=self.shuffle and self.train,
-            epochs=None if epochs is None else epochs + epochs_before,
+            epochs=self.epochs if self.train else 1,
             mode=self._mode(),
             order=OrderConfig(group_shards=self.group_shards, run_length=self.run_length),
             mixture=MixtureConfig(weigh_by=weigh_by, stop=stop if self.train else "each"),

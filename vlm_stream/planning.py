@@ -81,7 +81,8 @@ class Plan:
         options = self.build.options
         for step in self.planner.steps(options.shape(world.size), state):
             for micro in range(step.micro_begin, step.shape.micro_batches):
-                yield Planned(self.blueprint(step, world.rank, micro), partial(step.state_after, micro))
+                blueprint = self.blueprint(step, world.rank, micro)
+                yield Planned(blueprint, partial(step.state_after, micro), step.positions)
         if step is None and state is None:
             limits = {name: getattr(options, name) for name in ("pack_size", "max_length", "token_budget")}
             raise DatasetError(

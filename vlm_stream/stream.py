@@ -18,8 +18,8 @@ from vlm_stream.allocator import keep_freed_memory
 from vlm_stream.batch import Batch
 from vlm_stream.blueprint import Planned
 from vlm_stream.build import Builder, Delivery, UnknownLabels
-from vlm_stream.dispatch import build_inline
 from vlm_stream.errors import ConfigError, StateError
+from vlm_stream.forecast import build_and_tell
 from vlm_stream.length import count_rounds, is_endless, length_key
 from vlm_stream.options import StreamOptions
 from vlm_stream.planning import Plan, open_plan
@@ -121,7 +121,7 @@ class VLMStream(IterableDataset[dict[str, Any]]):
         """
         plan = self.plan()
         wanted = itertools.islice(plan.blueprints(world or self.world, state), first, None, stride)
-        return build_inline(wanted, plan.build, self.options.prefetch_bytes)
+        return build_and_tell(plan, state, wanted)
 
     def replay(self, step: int, state: dict[str, Any] | None = None, *, epochs_before: int = 0) -> Iterator[Delivery]:
         """Yield the batches of one step again, without those before it: planned ahead from a state or the start."""

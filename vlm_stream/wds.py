@@ -25,8 +25,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from vlm_stream.blueprint import Planned
 from vlm_stream.build import RawSample
-from vlm_stream.dispatch import build_inline
 from vlm_stream.errors import BadSampleError, ConfigError, StateError
+from vlm_stream.forecast import build_and_tell
 from vlm_stream.ledger import BadSample
 from vlm_stream.options import StreamOptions
 from vlm_stream.planning import Plan, open_plan
@@ -205,7 +205,7 @@ class PlannedSource(IterableDataset[dict[str, Any]]):
                 numbers.append(number)
                 yield blueprint
 
-        for blueprint, delivery in build_inline(blueprints(), plan.build, self._stream.options.prefetch_bytes):
+        for blueprint, delivery in build_and_tell(plan, start.base.plan, blueprints()):
             number = numbers.pop(0)
             for bad in delivery.bad:
                 if not self._handle(bad):

@@ -20,7 +20,7 @@ from vlm_stream.mapstyle import (
     RobustDatasetWrapper,
     neat_pack_dataset_vlm,
 )
-from vlm_stream.mapstyle.replace import replacement_index
+from vlm_stream.mapstyle.wrappers import replacement_index
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,7 +22,7 @@ from vlm_stream.plan import (
     plan_report,
     units,
 )
-from vlm_stream.plan.pack import packs_lower_bound
+from vlm_stream.plan.units import packs_lower_bound
 
 
 def best_fit_by_hand(lengths, capacity, vision=None, vision_size=0):

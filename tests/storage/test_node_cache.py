@@ -74,6 +74,17 @@ def test_shards_in_recent_use_are_not_thrown_out_for_others(tmp_path):
     assert not list(tmp_path.rglob("*.part"))
 
 
+def test_a_damaged_shard_that_goes_while_room_is_made_is_room(tmp_path, monkeypatch):
+    cache = NodeCache(str(tmp_path), 2200, min_idle_s=0)
+    for name in "ab":
+        cache.obtain(key_of(name), filler(name.encode()), time.sleep)[0].close()
+    entries = list(cache._entries())
+    monkeypatch.setattr(cache, "_entries", lambda: entries)
+    cache.discard(key_of("a"))
+    cache.discard(key_of("b"))
+    cache.obtain(key_of("c"), filler(b"c"), time.sleep)[0].close()
+
+
 def test_a_download_that_ends_while_another_counts_is_counted(tmp_path):
     """Whatever the moment of its renaming, one shard of four is in the cache when one fits."""
     for attempt in range(100):
@@ -225,6 +236,19 @@ def test_a_cache_that_is_too_small_serves_what_fits(s3_shards, s3_server, tmp_pa
     assert sum(path.stat().st_size for path in cached_files(tmp_path)) <= size * 1.5
     assert len(caplog.records) == 1
     assert "raise cache_bytes" in caplog.text
+
+
+def test_a_full_cache_is_not_searched_for_room_at_every_read(s3_shards, s3_server, tmp_path, monkeypatch):
+    monkeypatch.setattr("vlm_stream.storage.downloads._FULL_S", 1e9)
+    searches, make_room = [], NodeCache._make_room
+    monkeypatch.setattr(NodeCache, "_make_room", lambda *given: searches.append(given) or make_room(*given))
+    size = s3_shards.spans[0].shard_size
+    with SpanReader(cache_options(tmp_path, int(size * 1.5)), store_options=s3_server.options) as reader:
+        for number in (0, 20, 21, 40, 41, 1):  # three shards
+            ((tag, result),) = read(reader, [(number, s3_shards.spans[number])])
+            s3_shards.assert_equal(tag, result)
+        assert (reader.metrics.cache_downloads, reader.metrics.cache_hits) == (1, 1)
+    assert len(searches) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from vlm_stream import StreamLoader, make_shards
+from vlm_stream import StreamLoader, VLMStream, make_shards
 from vlm_stream.storage import cache_folder
 from vlm_stream.storage.foresight import Foresight
+from vlm_stream.wds import planned
 
 if TYPE_CHECKING:
     from tests.servers import S3Server
@@ -56,6 +57,37 @@ def test_the_cache_is_told_the_plan_of_a_run_and_of_its_resume(
     numbers = resumed.metrics()
     assert numbers["cache_downloads"] > 0
     assert numbers["cache_hits"] > 0
+
+
+def test_a_further_round_finds_in_the_cache_what_it_needs_first(
+    tmp_path: Path, toy_meta: Path, s3_server: S3Server, options: dict[str, Any]
+) -> None:
+    """A loop over epochs iterates again for each: what the next one needs is not taken for needed no more."""
+    url = s3_server.url("forecast-rounds")
+    make_shards(toy_meta, url, samples_per_shard=6, store=s3_server.options)
+    cached = {"store": s3_server.options, "cache_dir": str(tmp_path), "cache_bytes": "1M", "group_shards": 1}
+    loader = StreamLoader(url, **options | cached | {"epochs": 1})
+    for _ in loader:
+        due = Foresight(cache_folder(str(tmp_path))).due()
+        keys = loader.stream.plan().datasets.opened[0].shard_keys()
+        seconds = [due.seconds(key.digest.hex()) for key in keys]
+        assert all(each is not None and each < float("inf") for each in seconds)
+    loader.close()
+
+
+@pytest.mark.parametrize("open_run", [VLMStream, planned])
+def test_streams_of_other_loaders_tell_their_plan_too(
+    tmp_path: Path, toy_meta: Path, s3_server: S3Server, open_run: Any
+) -> None:
+    url = s3_server.url(f"forecast-{open_run.__name__}")
+    make_shards(toy_meta, url, samples_per_shard=30, store=s3_server.options)
+    cached: dict[str, Any] = {"store": s3_server.options, "cache_dir": str(tmp_path), "cache_bytes": "1M"}
+    own = {"processor": None, "mode": "plain", "collate_fn": keys_of} if open_run is VLMStream else {}
+    iterator = iter(open_run(url, **own, **cached))
+    next(iterator)
+    assert len(tables(tmp_path)) == 1
+    assert len(list(iterator)) == 59
+    assert not tables(tmp_path)
 
 
 def test_a_table_is_written_again_before_it_ends(

@@ -4,10 +4,8 @@ Enters: a list of samples (or anything with `len` and item access) and a process
 orders of indices, loaders. Lengths are NeMo Automodel's approximations (`collate/estimate.py`); the planning is that of
 `plan`. Must not be known here: shards, storage, streams.
 
-    replace   which sample takes the place of a bad one; make_robust_collate, the same for batches
-    wrappers  RobustDatasetWrapper, PreTokenizedDatasetWrapper, PackedDatasetWrapper
-    samplers  LengthGroupedSampler, BalancedPackSampler
-    packing   greedy_knapsack, greedy_knapsack_vt_balanced, neat_pack_dataset_vlm
+    wrappers  RobustDatasetWrapper, PreTokenizedDatasetWrapper, PackedDatasetWrapper; make_robust_collate
+    samplers  LengthGroupedSampler, BalancedPackSampler; greedy_knapsack, neat_pack_dataset_vlm
     configs   NeatPackConfig, configs of the wrappers and of the datasets
     loader    VlmDataloaderConfig: all of it in one call; set_image_pixel_bounds
     draft     batches for draft models: unshifted, with a loss_mask
@@ -53,7 +51,16 @@ from vlm_stream.mapstyle.loader import (
     read_chat_template,
     set_image_pixel_bounds,
 )
-from vlm_stream.mapstyle.packing import greedy_knapsack, greedy_knapsack_vt_balanced, neat_pack_dataset_vlm
-from vlm_stream.mapstyle.replace import make_robust_collate
-from vlm_stream.mapstyle.samplers import BalancedPackSampler, LengthGroupedSampler
-from vlm_stream.mapstyle.wrappers import PackedDatasetWrapper, PreTokenizedDatasetWrapper, RobustDatasetWrapper
+from vlm_stream.mapstyle.samplers import (
+    BalancedPackSampler,
+    LengthGroupedSampler,
+    greedy_knapsack,
+    greedy_knapsack_vt_balanced,
+    neat_pack_dataset_vlm,
+)
+from vlm_stream.mapstyle.wrappers import (
+    PackedDatasetWrapper,
+    PreTokenizedDatasetWrapper,
+    RobustDatasetWrapper,
+    make_robust_collate,
+)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, ClassVar, Final, Literal
 
 from vlm_stream.errors import ConfigError, nearest_name
-from vlm_stream.mapstyle.packing import neat_pack_dataset_vlm
+from vlm_stream.mapstyle.samplers import neat_pack_dataset_vlm
 from vlm_stream.mapstyle.wrappers import PackedDatasetWrapper, PreTokenizedDatasetWrapper
 from vlm_stream.sources import (
     build_mock_vlm_dataset,

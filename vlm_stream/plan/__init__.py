@@ -13,7 +13,7 @@ The path of a sample, and the files that it meets:
   (when each shard will be read).
 - mixture: `mixture` (which source is drawn next).
 - window: `window` (a few thousand draws, cut together into the next units of the stream).
-- packs or groups: `units`, with `pack` (best fit).
+- packs or groups: `units`.
 - steps: `queue` (units not yet assigned, and the cursor), `steps` (what is consumed between two updates).
 - ranks: `balance` (what units cost, who gets which).
 - `state` (the cursor as JSON), `resume` (does it fit this plan), `planner` (all of it together), `report` (what it will
@@ -24,14 +24,13 @@ A cursor is where the plan stands, as values; a state is its JSON with what prov
 
 from vlm_stream.plan.balance import costs_of_model
 from vlm_stream.plan.foresight import ShardUses, shard_uses
-from vlm_stream.plan.pack import best_fit_decreasing
 from vlm_stream.plan.planner import Count, Planner
 from vlm_stream.plan.randomness import Key, mix64, words
 from vlm_stream.plan.report import PlannedSample, PlanReport, find_samples, plan_report, samples_of_step, step_at
 from vlm_stream.plan.resume import OVERRIDES
 from vlm_stream.plan.state import read_state
 from vlm_stream.plan.steps import Step
-from vlm_stream.plan.units import permute_chunks
+from vlm_stream.plan.units import best_fit_decreasing, permute_chunks
 from vlm_stream.plan.values import (
     BalanceConfig,
     ColumnReader,

@@ -7,7 +7,7 @@ it lies. A group of shards is mixed as a whole, so all of them are in use from i
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from vlm_stream.plan.planner import Planner
     from vlm_stream.plan.values import Ints
 
+Floats = npt.NDArray[np.float64]
+
+_EPOCHS: Final = 3  # the one that is begun, and what lies before the next table is made in the middle of this one
+_PERHAPS: Final = 1e15  # draws after which uses stand that no epoch of the run has: whoever iterates again needs them
+
 
 class ShardUses(NamedTuple):
     """n uses of shards, the next ones first."""
@@ -26,38 +31,47 @@ class ShardUses(NamedTuple):
     """[n]"""
     shards: Ints
     """[n]"""
-    begins: npt.NDArray[np.float64]
+    begins: Floats
     """[n] Draws from now; below 0: the use has begun."""
-    ends: npt.NDArray[np.float64]
+    ends: Floats
     """[n]"""
+    shares: Floats
+    """[sources] Of the draws to come."""
+    known: float
+    """Draws from now before which no use is left out."""
 
 
-def shard_uses(planner: Planner, positions: Sequence[int], most: int) -> ShardUses:
-    """Return the next uses, about `most` of them, of all sources.
+def shard_uses(planner: Planner, positions: Sequence[float], most: int) -> ShardUses:
+    """Return the next uses of all sources, about `most` of them or three epochs.
 
     Args:
         planner: Whose order it is.
         positions: Samples that were drawn from each source, over all epochs.
-        most: How many; those of an epoch that is begun are given whole.
+        most: How many; groups are given whole, also one after that which is begun.
     """
-    sources, shards, begins, ends = (list[Any]() for _ in range(4))
-    epochs = planner.config.epochs
-    active = [number for number, share in enumerate(planner.terms.shares) if share > 0]
+    terms = planner.terms
+    shares, lefts = np.array(terms.shares), np.full(len(positions), np.inf)
+    if terms.epochs is not None and terms.stop != "never":
+        lefts = np.array([terms.epochs * stream.epoch_length for stream in planner.streams]) - positions
+    if terms.stop == "each" and (shares[lefts > 0] > 0).any():  # who is through has left the mixture
+        shares = np.where(lefts > 0, shares, 0.0) / shares[lefts > 0].sum()
+    active = np.flatnonzero(np.array(terms.shares) > 0).tolist()
+    draws_left = lefts / np.where(shares > 0, shares, 1.0)  # [sources]
+    if terms.stop in ("all", "first"):
+        draws_left[:] = (max if terms.stop == "all" else min)(draws_left[active])
+    found: list[Floats] = []
+    known = math.inf
     for number in active:
-        stream, share, now = planner.streams[number], planner.terms.shares[number], positions[number]
-        num_found = 0
-        for begin, end, group in stream.groups(now, math.inf if epochs is None else epochs):
-            shards += group.tolist()
-            sources += [number] * len(group)
-            begins += [(begin - now) / share] * len(group)
-            ends += [(end - now) / share] * len(group)
+        stream, share, now = planner.streams[number], shares[number] or 1.0, positions[number]
+        begin, num_found = 0.0, 0
+        for first, last, group in stream.groups(int(now), now // stream.epoch_length + _EPOCHS):
+            begin, end = (first - now) / share, (last - now) / share
+            moved = _PERHAPS if begin >= draws_left[number] else 0.0
+            found.append(np.stack(np.broadcast_arrays(number, group, begin + moved, end + moved)))
             num_found += len(group)
-            if num_found * len(active) >= most:
+            if begin > 0 and num_found * len(active) >= most:
                 break
-    order = np.argsort(begins, kind="stable")
-    return ShardUses(
-        np.array(sources, dtype=np.int64)[order],
-        np.array(shards, dtype=np.int64)[order],
-        np.array(begins, dtype=np.float64)[order],
-        np.array(ends, dtype=np.float64)[order],
-    )
+        known = min(known, begin if begin < draws_left[number] else math.inf)
+    table = np.concatenate(found, axis=1)  # [4, n]
+    sources, shards, begins, ends = table[:, np.argsort(table[2], kind="stable")]
+    return ShardUses(sources.astype(np.int64), shards.astype(np.int64), begins, ends, shares, known)

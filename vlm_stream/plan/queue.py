@@ -106,22 +106,19 @@ class UnitQueue:
         """What the stream ends without: no step is left that could tell it."""
         self._windows: deque[tuple[Window, Ints]] = deque()
         """Planned windows, and the numbers of their units that are left, ascending."""
-        self._cursor: Cursor | None = None  # since nothing was taken: steps ask for it at both of their ends
 
     def cursor(self) -> Cursor:
         """Return where the stream stands; what was delivered is left as it was at the start."""
-        if self._cursor is None:
-            first = self._windows[0][0] if self._windows else None
-            self._cursor = Cursor(
-                window=first.start if first else self._next,
-                done=self._done(),
-                window_digest=first.digest if first else None,
-                # a step of another shape may have reached farther than this queue has.
-                planned=max(self._next.number, self._reported),
-                terms=self._start.terms,
-                delivered=self._start.delivered,
-            )
-        return self._cursor
+        first = self._windows[0][0] if self._windows else None
+        return Cursor(
+            window=first.start if first else self._next,
+            done=self._done(),
+            window_digest=first.digest if first else None,
+            # a step of another shape may have reached farther than this queue has.
+            planned=max(self._next.number, self._reported),
+            terms=self._start.terms,
+            delivered=self._start.delivered,
+        )
 
     def peek(self) -> Window | None:
         """Return the window of the next unit without taking anything."""
@@ -206,11 +203,9 @@ class UnitQueue:
                 f"last one); the stream would search for ever. Raise pack_size, vision_size or max_tokens."
             )
         self._windows.append((window, np.arange(window.num_units, dtype=np.int64)))
-        self._cursor = None
         return True
 
     def _drop_finished(self) -> None:
-        self._cursor = None
         while self._windows and not len(self._windows[0][1]):
             self._windows.popleft()
 

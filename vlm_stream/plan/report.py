@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vlm_stream.errors import InputError
-from vlm_stream.plan.pack import packs_lower_bound
 from vlm_stream.plan.planner import Planner
 from vlm_stream.plan.steps import Horizon, Step
+from vlm_stream.plan.units import packs_lower_bound
 from vlm_stream.plan.values import Dropped, Ints, PackConfig, Ref, StepShape, take_rows
 
 _MAX_COUNTED = 100_000  # samples whose requests are counted; they stand for the rest

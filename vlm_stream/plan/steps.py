@@ -106,6 +106,15 @@ class Step:
         return count if count >= 0 else None
 
     @property
+    def positions(self) -> tuple[float, ...]:
+        """Return about how many samples of each source were drawn for the steps before it, over all epochs."""
+        at = self._number * self.shape.units_per_step
+        window = self.table.windows[self.table.window[at]]
+        done = float(self.table.unit[at]) / window.num_units
+        pairs = zip(window.start.positions, window.after.positions, strict=True)
+        return tuple(begin + done * (end - begin) for begin, end in pairs)
+
+    @property
     def total_labels(self) -> int | None:
         """Return how many tokens are learned in the step, over all its ranks and micro-batches.
 

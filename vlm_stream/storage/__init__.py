@@ -9,10 +9,8 @@ In the order the data meets them: `options.py`; `tar_urls.py` (patterns -> tars)
 the node cache, also before they are due), `cache.py` (its files), `foresight.py` (what it knows of the plans of jobs).
 """
 
-from __future__ import annotations
-
 from vlm_stream.storage.cache import cache_folder
-from vlm_stream.storage.foresight import Forecast, uses_of
+from vlm_stream.storage.foresight import Forecast, Uses
 from vlm_stream.storage.options import ReadOptions, RetryOptions, StoreOptions
 from vlm_stream.storage.reader import Reading, ReadTotals, SpanReader, SpanResult
 from vlm_stream.storage.spans import Member, RangeRequest, ShardKey, Span, crc32c_of, plan_requests
@@ -29,35 +27,3 @@ from vlm_stream.storage.store import (
     split_url,
 )
 from vlm_stream.storage.tar_urls import expand_braces, expand_urls, names_tars
-
-__all__ = [
-    "Forecast",
-    "Member",
-    "ObjectInfo",
-    "ObjectReader",
-    "RangeRequest",
-    "ReadOptions",
-    "ReadTotals",
-    "Reading",
-    "RetryOptions",
-    "ShardKey",
-    "Span",
-    "SpanReader",
-    "SpanResult",
-    "Store",
-    "StoreOptions",
-    "cache_folder",
-    "crc32c_of",
-    "expand_braces",
-    "expand_urls",
-    "host_of",
-    "is_under",
-    "join_url",
-    "local_path",
-    "names_tars",
-    "open_store",
-    "plan_requests",
-    "scheme_of",
-    "split_url",
-    "uses_of",
-]

@@ -44,7 +44,11 @@ def cache_folder(cache_dir: str) -> Path:
 
 
 class NoRoomError(Exception):
-    """The shard does not fit beside those that are in use."""
+    """The shard does not fit."""
+
+
+class FullError(NoRoomError):
+    """It does not fit beside those that are in use, as no other of its size would."""
 
 
 class CachedShard:
@@ -120,7 +124,8 @@ class NodeCache:
             if descriptor is None:
                 if (latest := self._written_at(key)) != written:
                     written, since = latest, time.monotonic()
-                self._check_alive(key, time.monotonic() - since)
+                if time.monotonic() - since > _STALLED_S:  # its lock may live on in a forked child
+                    raise NoRoomError(f"the process that downloads {key.path} has not written for {_STALLED_S:.0f} s")
                 wait(0.02)
                 continue
             found = self.find(key)  # the last writer may have finished between our look and our lock
@@ -162,7 +167,7 @@ class NodeCache:
         """Return the locked descriptor of an empty part file, or None while another writer holds it."""
         path = self._file(key, "part")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if _try_lock(descriptor):
+        if try_lock(descriptor):
             with contextlib.suppress(FileNotFoundError):
                 # The file may have been renamed or removed between opening and locking.
                 if os.fstat(descriptor).st_ino == path.stat().st_ino:
@@ -176,11 +181,6 @@ class NodeCache:
         with contextlib.suppress(FileNotFoundError):
             return self._file(key, "part").stat().st_mtime
         return 0.0
-
-    def _check_alive(self, key: ShardKey, silent_s: float) -> None:
-        """Raise when the writer that we wait for has not written for long: its lock may live on in a forked child."""
-        if silent_s > _STALLED_S:
-            raise NoRoomError(f"the process that downloads {key.path} has not written for {_STALLED_S:.0f} s")
 
     def _make_room(self, key: ShardKey, descriptor: int) -> None:
         """Evict until the shard fits, and reserve its place by the length of the file."""
@@ -205,7 +205,7 @@ class NodeCache:
                 if _remove_unused(path):
                     excess -= size
             if excess > 0:
-                raise NoRoomError(
+                raise FullError(
                     f"the shards in use fill cache_bytes = {self._max_bytes}; it should hold those of one shuffle group"
                 )
             os.ftruncate(descriptor, needed)
@@ -237,7 +237,8 @@ class NodeCache:
         return self._folder / f"{key.digest.hex()}.{kind}"
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Lock a file for this process alone; False: it is locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -254,11 +255,14 @@ def _is_whole(descriptor: int, digest: bytes, size: int) -> bool:
 
 def _remove_unused(path: Path) -> bool:
     """Remove a part that no process writes, or a complete shard that none reads and that is one of ours."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # somebody has found wrong bytes in it meanwhile
+        return True
     try:
         size = os.fstat(descriptor).st_size - _TRAILER.size
         ours = path.suffix == ".part" or (size >= 0 and _is_whole(descriptor, bytes.fromhex(path.stem), size))
-        if not (ours and _try_lock(descriptor)):
+        if not (ours and try_lock(descriptor)):
             return False
         path.unlink()
         return True

@@ -1,23 +1,23 @@
 """The node cache of one reader: requests served from it, whole shards brought into it in parallel parts.
 
-One thread of one process of the node also brings shards that will be needed soon, as far as there is room beside those
+Of each store, one process of the node also brings shards that will be needed soon, as far as there is room beside those
 that are needed sooner.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import threading
+import time
 from collections import deque
 from concurrent.futures import CancelledError
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from vlm_stream.errors import ChangedObjectError, StorageError
-from vlm_stream.storage.cache import CachedShard, NodeCache, NoRoomError, cache_folder
+from vlm_stream.storage.cache import CachedShard, FullError, NodeCache, NoRoomError, cache_folder, try_lock
 from vlm_stream.storage.spans import ShardKey, check_unchanged_object
 from vlm_stream.storage.store import Fetched
 
@@ -39,6 +39,8 @@ _PARTS_AHEAD: Final = 4
 _AHEAD_S: Final = 300.0
 """How early a shard is brought."""
 _LOOK_S: Final = 2.0
+_FULL_S: Final = 2.0
+"""For how long a full cache is not asked for room: to look for it takes a look at all of its files."""
 _JOIN_S: Final = 5.0
 
 
@@ -68,6 +70,7 @@ class ShardDownloads:
         self._slots = threading.Semaphore(_SHARDS_AT_A_TIME)
         self._sizes: dict[tuple[str, str], int] = {}
         self._disk_failed = False
+        self._full_until = 0.0
         self._warned: set[str] = set()
         self._ahead: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -83,10 +86,12 @@ class ShardDownloads:
             shard = self._cache.find(key)
             downloaded = False
             if shard is None:
-                if self._disk_failed or self._is_past(key):
+                if self._disk_failed or time.monotonic() < self._full_until or self._is_past(key):
                     return None
                 shard, downloaded = self._obtain(store, key)
         except NoRoomError as error:
+            if isinstance(error, FullError):
+                self._full_until = time.monotonic() + _FULL_S
             self._warn_once("room", f"{error}. Such shards are read from the store each time; raise cache_bytes.")
             return None
         except ChangedObjectError:
@@ -127,19 +132,27 @@ class ShardDownloads:
         return seconds is not None and seconds > _AHEAD_S
 
     def _run_ahead(self) -> None:
-        """Bring what will be needed, while this process is the one of the node that does."""
-        with contextlib.suppress(OSError, CancelledError):
+        """Bring what will be needed of those stores of which this process is the one of the node that does."""
+        mine: dict[str, Store] = {}
+        with contextlib.suppress(OSError, CancelledError), contextlib.ExitStack() as locks:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / "ahead.lock").open("ab") as lock:
-                while True:
-                    self._sleep(_LOOK_S)
-                    with contextlib.suppress(BlockingIOError):
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        self._bring_ahead()
+            while True:
+                self._sleep(_LOOK_S)
+                for root, store in list(self._stores.items()):
+                    if root in mine or not hasattr(store, "fetch_async"):  # shards on this machine are not cached
+                        continue
+                    # One lock for each store: other jobs read stores that this process cannot open.
+                    lock = (self._folder / f"{ShardKey(root, '', 0, None).digest.hex()}.ahead").open("ab")
+                    if try_lock(lock.fileno()):
+                        mine[root] = store
+                        locks.enter_context(lock)
+                    else:
+                        lock.close()
+                self._bring_ahead(mine)
 
-    def _bring_ahead(self) -> None:
+    def _bring_ahead(self, stores: Mapping[str, Store]) -> None:
         for key in self._cache.foresight.due().coming(_AHEAD_S):
-            store = self._stores.get(key.root)
+            store = stores.get(key.root)
             if store is None or self._cache.has(key):
                 continue
             try:

@@ -4,22 +4,21 @@
 
 A loader writes what its plan says (`Forecast`) and moves along in it; the cache, in any process of the node, reads all
 of them (`Foresight`) and evicts what is needed last. The lock ends with its process; a table without one is removed.
-Draws are made seconds by the rate of each job, so several jobs can be compared. What a table says changes only which
-bytes come from the cache, never which are delivered.
+Draws are made seconds by the rate of each job, so that of a shard which several need the earliest use counts. What a
+table says changes only which bytes come from the cache, never which are delivered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
+import secrets
 import struct
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,7 @@ from vlm_stream.storage.spans import ShardKey
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    Floats = npt.NDArray[np.float64]
+Floats: TypeAlias = npt.NDArray[np.float64]
 
 _HEADER: Final = struct.Struct("<16sddQQ")
 """Magic, where the job stands, draws a second, bytes of JSON, uses."""
@@ -38,42 +37,44 @@ _USE: Final = np.dtype([("shard", "<i8"), ("begin", "<f8"), ("end", "<f8")])
 _MOST_BYTES: Final = 1 << 28
 _SLOWEST: Final = 1e-3
 """Draws a second of a job of which no more is known: what comes sooner is needed sooner."""
-_numbers = itertools.count()
+
+
+class Uses(NamedTuple):
+    """n uses of shards."""
+
+    shards: npt.NDArray[np.int64]
+    """[n] Numbers of shards."""
+    begins: Floats
+    """[n] Draws since the table was made, before which the use has not begun."""
+    ends: Floats
 
 
 class Forecast:
     """One job's table."""
 
-    def __init__(self, folder: Path, shards: Sequence[ShardKey], uses: npt.NDArray[Any]) -> None:
-        """Write it.
-
-        Args:
-            folder: Of the cache.
-            shards: What uses name by their number.
-            uses: [n] `USE`: shard, and the draws between which it is used.
-        """
-        self._begun = time.monotonic()
-        self._draws = 0.0
+    def __init__(self, folder: Path, shards: Sequence[ShardKey], uses: Uses, rate: float = 0.0) -> None:
+        """Write it; `rate` is draws a second, 0 where it is not known yet."""
+        table = np.zeros(len(uses.shards), dtype=_USE)
+        table["shard"], table["begin"], table["end"] = uses
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"{os.getpid()}-{next(_numbers)}.plan"
+        self._path = folder / f"{secrets.token_hex(8)}.plan"  # jobs in containers have the same process numbers
         text = json.dumps([list(shard) for shard in shards]).encode()
-        self._sizes = len(text), len(uses)
+        self._sizes = len(text), len(table)
         unfinished = self._path.with_suffix(".new")
         self._file = unfinished.open("wb", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            self._file.write(self._header() + text + uses.astype(_USE).tobytes())
+            self._file.write(self._header(0.0, rate) + text + table.tobytes())
             unfinished.rename(self._path)
         except OSError:
             unfinished.unlink(missing_ok=True)
             self._file.close()
             raise
 
-    def move(self, draws: float) -> None:
-        """Note that so many samples were drawn since the table was made."""
-        self._draws = draws
+    def move(self, draws: float, rate: float) -> None:
+        """Note how many samples were drawn since the table was made, and how many are drawn a second."""
         with contextlib.suppress(OSError, ValueError):  # the disk is full; or the table was closed
-            os.pwrite(self._file.fileno(), self._header(), 0)
+            os.pwrite(self._file.fileno(), self._header(draws, rate), 0)
 
     def close(self) -> None:
         """Remove the table."""
@@ -81,16 +82,8 @@ class Forecast:
             self._path.unlink()
         self._file.close()
 
-    def _header(self) -> bytes:
-        rate = self._draws / max(time.monotonic() - self._begun, 1e-3)
-        return _HEADER.pack(_MAGIC, self._draws, rate, *self._sizes)
-
-
-def uses_of(shards: npt.NDArray[Any], begins: Floats, ends: Floats) -> npt.NDArray[Any]:
-    """Return the uses of a table."""
-    uses = np.zeros(len(shards), dtype=_USE)
-    uses["shard"], uses["begin"], uses["end"] = shards, begins, ends
-    return uses
+    def _header(self, draws: float, rate: float) -> bytes:
+        return _HEADER.pack(_MAGIC, draws, rate, *self._sizes)
 
 
 class _Table(NamedTuple):

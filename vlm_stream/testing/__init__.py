@@ -5,8 +5,7 @@ bytes. Nothing here is mocked and nothing reads the network. The rest of the pac
 room.
 
 Files, in the order the data meets them:
-    toy_media.py          seeded images, clips and sound as bytes
-    toy_data.py           a folder of media and a meta file over them
+    toy_media.py          seeded images, clips and sound as bytes; a folder of them and a meta file over it
     tokenizer.py          a small BPE tokenizer; chat templates in the manner of the published ones
     families.py           what each family's processor is made of
     processors.py         `build_processor(family)`
@@ -28,8 +27,8 @@ _HOMES = {
     for module, names in {
         "models": "MODEL_FAMILIES build_tiny_model",
         "processors": "FAMILIES MORE_FAMILIES build_processor",
-        "toy_data": "make_toy_dataset",
-        "toy_media": "make_grey_jpeg make_jpeg make_mp4 make_palette_png make_png_with_alpha make_toy_image make_wav",
+        "toy_media": "make_grey_jpeg make_jpeg make_mp4 make_palette_png make_png_with_alpha make_toy_dataset "
+        "make_toy_image make_wav",
     }.items()
     for name in names.split()
 }
@@ -39,13 +38,13 @@ __all__ = sorted(_HOMES)
 if TYPE_CHECKING:
     from vlm_stream.testing.models import MODEL_FAMILIES, build_tiny_model
     from vlm_stream.testing.processors import FAMILIES, MORE_FAMILIES, build_processor
-    from vlm_stream.testing.toy_data import make_toy_dataset
     from vlm_stream.testing.toy_media import (
         make_grey_jpeg,
         make_jpeg,
         make_mp4,
         make_palette_png,
         make_png_with_alpha,
+        make_toy_dataset,
         make_toy_image,
         make_wav,
     )

@@ -12,7 +12,7 @@ Files, in the order the data meets them:
     media.py        sizes of media, of one sample and as columns; which frames are sampled; `check_media_sizes`
     steps.py        places of keyframes in few numbers
     rules/          one class per kind of rule
-    chat.py         how a processor is used: its tokenizer, its template, its arguments
+    chat.py         how a processor is used: its tokenizer, its template, its arguments, its parts
     asker.py        asks a processor with blank media, for families without a rule
     measure.py      what it answered, kept
     geometry.py     `Geometry`: the rules of one processor, as a value; `count_tokens`, `fake_image_tokens`

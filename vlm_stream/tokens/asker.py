@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 
 from vlm_stream.tokens.chat import audio_rate, call_arguments, render_template, special_tokens, tokenizer_of
-from vlm_stream.tokens.media import AudioSize, FrameRule, MediaSizes, make_video_metadata, sample_clip
+from vlm_stream.tokens.media import FrameRule, MediaSizes, make_video_metadata, sample_clip
 from vlm_stream.tokens.rules.audio import resample_length
 
 R = TypeVar("R")
@@ -129,7 +129,8 @@ class Asker:
         shapes = [(len(c["frames_indices"]), s.height, s.width) for c, s in zip(clips, sizes.videos, strict=True)]
         media |= {"video": [self._blank("video", shape) for shape in shapes], "metadata": clips}
         rate = audio_rate(self.processor)
-        media["audio"] = [self._blank("audio", (_resample(sound, rate),)) for sound in sizes.audios]
+        lengths = (resample_length(np.asarray(each.samples), np.asarray(each.rate), rate) for each in sizes.audios)
+        media["audio"] = [self._blank("audio", (int(length),)) for length in lengths]
         return _first_row(self._call(text, media))
 
     def _blank(self, medium: str, size: Sequence[int]) -> Any:
@@ -209,10 +210,6 @@ def _plain(value: Any) -> Any:
 def _patch_size(processor: Any) -> int:
     size = getattr(getattr(processor, "image_processor", None), "patch_size", None)
     return size if isinstance(size, int) and 0 < size <= 32 else 14
-
-
-def _resample(sound: AudioSize, rate: int) -> int:
-    return int(resample_length(np.asarray(sound.samples), np.asarray(sound.rate), rate))
 
 
 def _first_row(batch: Any) -> list[int]:

@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
+from vlm_stream.tokens.chat import Part
 from vlm_stream.tokens.geometry import Geometry
 from vlm_stream.tokens.measure import ask
 from vlm_stream.tokens.media import FrameRule
-from vlm_stream.tokens.processor_part import Part
-from vlm_stream.tokens.rules import audio, budgets, canvas, grids, pieces
+from vlm_stream.tokens.rules import audio, budgets, grids, pieces
 
 _log = logging.getLogger(__name__)
 
@@ -130,10 +130,10 @@ def _read_llava_next(processor: Any, part: Part) -> pieces.AnyresImage:
     )
 
 
-def _read_llama4(processor: Any, part: Part) -> canvas.CanvasTiles:
+def _read_llama4(processor: Any, part: Part) -> pieces.CanvasTiles:
     tile = part.read_size("height")
     patches = (tile // int(processor.patch_size)) ** 2
-    return canvas.CanvasTiles(
+    return pieces.CanvasTiles(
         tile_size=tile,
         max_tiles=part.whole("max_patches"),
         tokens_per_tile=patches // int(processor.downsample_ratio),

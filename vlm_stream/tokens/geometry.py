@@ -34,7 +34,6 @@ from vlm_stream.tokens.rules import (
     VideoRule,
     audio,
     budgets,
-    canvas,
     grids,
     pieces,
 )
@@ -46,7 +45,7 @@ _VERSION = 1
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _RULES: Final[dict[str, type[Any]]] = {
     name: kind
-    for module in (audio, budgets, canvas, grids, pieces)
+    for module in (audio, budgets, grids, pieces)
     for name, kind in {"Measured": Measured, **vars(module)}.items()
     if isinstance(kind, type) and is_dataclass(kind) and kind is not MediaCounts and not name.startswith("_")
 }

@@ -114,17 +114,16 @@ class MediaColumns:
 
     def narrowed(self) -> MediaColumns:
         """Return the same numbers in half of the memory, to be picked from."""
-        wide = [(name, each) for name, each in self._arrays() if each.dtype == np.int64 and _is_small(each)]
-        narrow: dict[str, Any] = {name: each.astype(np.int32) for name, each in wide}
+        narrow: dict[str, Any] = {
+            name: each.astype(np.int32)
+            for name, each in self._arrays()
+            if each.dtype == np.int64 and (not each.size or (each.min() >= -(2**31) and each.max() < 2**31))
+        }
         return replace(self, **narrow)
 
     def _arrays(self) -> list[tuple[str, npt.NDArray[Any]]]:
         values = [(each.name, getattr(self, each.name)) for each in fields(self)]
         return [(name, each) for name, each in values if each is not None]
-
-
-def _is_small(values: npt.NDArray[Any]) -> bool:
-    return not values.size or bool(values.min() >= -(2**31) and values.max() < 2**31)
 
 
 def check_media_sizes(sizes: MediaSizes, geometry: Geometry) -> None:

@@ -22,8 +22,7 @@ from vlm_stream.tokens.media import (
     VideoSize,
     sample_clip,
 )
-from vlm_stream.tokens.rules.canvas import CanvasTiles
-from vlm_stream.tokens.rules.pieces import FixedImage, RowCrops, WindowCrops
+from vlm_stream.tokens.rules.pieces import CanvasTiles, FixedImage, RowCrops, WindowCrops
 
 
 class Scene(NamedTuple):

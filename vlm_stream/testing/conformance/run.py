@@ -34,7 +34,7 @@ def make_data(folder: str | Path) -> Path:
     """
     from vlm_stream.convert import make_shards
     from vlm_stream.testing.processors import build_processor
-    from vlm_stream.testing.toy_data import make_toy_dataset
+    from vlm_stream.testing.toy_media import make_toy_dataset
 
     folder = Path(folder)
     if (folder / "shards" / "dataset.json").exists():

@@ -5,8 +5,7 @@ of frames enter as int64 arrays; `MediaCounts` leave. This file: what every rule
 
     grids.py     sides rounded to patches within pixel limits: Qwen2-VL to Qwen3-VL, Qwen Omni, GLM-4.6V
     budgets.py   scaled into a budget: Kimi-K2.5, Gemma-4, Nemotron-H-Omni
-    pieces.py    cut into views, tiles, crops or rows: Gemma-3, InternVL, Phi-4, LLaVA-OneVision, SmolVLM, Pixtral, ...
-    canvas.py    laid on a canvas of tiles: Llama 4
+    pieces.py    cut into views, tiles, crops or rows: Gemma-3, InternVL, Phi-4, LLaVA-OneVision, SmolVLM, Llama 4, ...
     audio.py     samples to frames to tokens
 """
 
