@@ -14,11 +14,9 @@ import yaml
 
 from tests.waiting import wait_for
 from vlm_stream import RayBuilders
-from vlm_stream.dispatch import RayPool, ray_builder, ray_guests, ray_keeper, ray_pool
-from vlm_stream.dispatch.ray_builder import Place, RayBuilder
-from vlm_stream.dispatch.ray_cluster import no_pool_error, say_error
-from vlm_stream.dispatch.ray_guests import Guests
-from vlm_stream.dispatch.shares import Shares
+from vlm_stream.dispatch import RayPool, ray_builder, ray_cluster, ray_keeper, ray_pool
+from vlm_stream.dispatch.ray_builder import Place, RayBuilder, Shares
+from vlm_stream.dispatch.ray_cluster import Guests, no_pool_error, say_error
 from vlm_stream.errors import WorkerError
 
 
@@ -29,9 +27,9 @@ def test_a_builder_is_found_once_until_it_is_lost_however_busy_its_run_is(monkey
         looks.append(pool)
         return ["builder:few:1:2"]
 
-    monkeypatch.setattr(ray_guests, "has_pool", lambda *_: True)
-    monkeypatch.setattr(ray_guests, "builder_names", names)
-    monkeypatch.setattr(ray_guests, "_LOOK_S", 0.01)
+    monkeypatch.setattr(ray_cluster, "has_pool", lambda *_: True)
+    monkeypatch.setattr(ray_cluster, "builder_names", names)
+    monkeypatch.setattr(ray_cluster, "_LOOK_S", 0.01)
     ray = SimpleNamespace(get_actor=lambda name, namespace: (namespace, name))
     guests = Guests(ray, "few", lambda name, actor: found.append((name, actor)), lambda: True)
     wait_for(lambda: len(looks) > 5)  # whoever was told of it has not taken it in

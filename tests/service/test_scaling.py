@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from vlm_stream.dispatch import ray_board
 from vlm_stream.dispatch.pool import Joined, Lost
 from vlm_stream.dispatch.ray_board import BoardActor
+from vlm_stream.dispatch.ray_builder import Shares
 from vlm_stream.dispatch.ray_keeper import Load
 from vlm_stream.dispatch.ray_pool import owner_of
-from vlm_stream.dispatch.scaling import Scaler
 from vlm_stream.dispatch.schedule import Schedule
-from vlm_stream.dispatch.shares import Shares
-from vlm_stream.dispatch.team import Team
+from vlm_stream.dispatch.team import Scaler, Team
 
 
 class Trainer:

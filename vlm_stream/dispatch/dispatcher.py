@@ -15,11 +15,9 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.dispatch.costs import CostModel
-from vlm_stream.dispatch.losses import Losses
 from vlm_stream.dispatch.pool import PEER, Failure, Finished, Joined, Lent, Lost
-from vlm_stream.dispatch.scaling import Scaler
 from vlm_stream.dispatch.schedule import Schedule
-from vlm_stream.dispatch.team import Team
+from vlm_stream.dispatch.team import Losses, Scaler, Team
 from vlm_stream.dispatch.values import DISPATCH_COUNTS
 from vlm_stream.dispatch.watchdog import SAY_S, no_start_error, say_what_is_waited_for
 from vlm_stream.errors import WorkerError

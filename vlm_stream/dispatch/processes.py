@@ -25,6 +25,7 @@ import queue
 import signal
 import threading
 import weakref
+import zlib
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vlm_stream.blueprint import Blueprint, SampleRef
-    from vlm_stream.build import BuildConfig
+    from vlm_stream.build import BuildConfig, Builder, Watch
     from vlm_stream.dispatch.pool import Kind, Listener, Noted
 
 _JOIN_S: Final = 5.0
@@ -293,6 +294,31 @@ def _pickled(config: BuildConfig) -> bytes:
             f"define collate_fn at the top level of a module, give the processor by its name, or use "
             f"start_method='fork' or num_workers=0"
         ) from error
+
+
+class _Carried:
+    """A config that only Ray's own pickle can take apart: functions of scripts and notebooks.
+
+    Compressed, because of a config that names `__main__` a process would run the script once more.
+    """
+
+    def __init__(self, config: BuildConfig, pickled: bytes) -> None:
+        self._data, self._modules = zlib.compress(pickled), config.modules()
+
+    def open(self, watch: Watch | None = None) -> Builder:
+        builder: Builder = pickle.loads(zlib.decompress(self._data)).open(watch)  # noqa: S301 - the trainer's bytes
+        return builder
+
+    def modules(self) -> list[str]:
+        return [name for name in self._modules if name != "__main__"]
+
+
+def for_processes(config: BuildConfig, pickled: bytes) -> Any:
+    """Return a config as processes of this machine can load it; `pickled` is what builders on Ray get."""
+    with contextlib.suppress(Exception):  # a class may fail in any way when it is taken apart
+        if b"__main__" not in pickle.dumps(config):
+            return config
+    return _Carried(config, pickled)
 
 
 def _preload(modules: list[str]) -> None:

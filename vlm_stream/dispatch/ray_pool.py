@@ -19,12 +19,10 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.dispatch.carried import for_processes
 from vlm_stream.dispatch.parcel import unpack
 from vlm_stream.dispatch.pool import Failure, Finished, Joined, Lost
-from vlm_stream.dispatch.processes import ProcessPool
-from vlm_stream.dispatch.ray_cluster import connect, say_error, session, start_builder
-from vlm_stream.dispatch.ray_guests import Guests
+from vlm_stream.dispatch.processes import ProcessPool, for_processes
+from vlm_stream.dispatch.ray_cluster import Guests, connect, say_error, session, start_builder
 from vlm_stream.errors import ConfigError, WorkerError, hide_secrets
 
 if TYPE_CHECKING:

@@ -19,9 +19,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.dispatch.lateness import Lateness, Limit
-from vlm_stream.dispatch.values import Move, QueuedBatch, ScheduledBuilder
-from vlm_stream.dispatch.waiting import Waiting
+from vlm_stream.dispatch.values import Lateness, Limit, Move, QueuedBatch, ScheduledBuilder, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,10 +1,22 @@
-"""What a trainer is told while no batch comes: what is waited for, by whom, since when, and who should bring it."""
+"""What a trainer is told while no batch comes: what is waited for, by whom, since when, and where everybody is.
+
+A builder writes its stacks by a signal handler that needs no Python, so that one that is deep in a decoder, or waits
+for a lock, answers too: SIGUSR1 to standard error, SIGUSR2 into an unnamed file that its parent reads by way of
+`/proc`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import logging
+import os
+import signal
+import sys
 import threading
 import time
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import WorkerError
@@ -17,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 SAY_S: Final = 60.0
 """A trainer that waits so long for one batch is told what it waits for."""
+_NAME: Final = "vlm-stream-stacks"
+_WAIT_S: Final = 1.0
+_POLL_S: Final = 0.02
+_END: Final = "\n"
 _WAY_OUT: Final = "loader.stacks() shows where each builder is (kill -USR1 PID: on its standard error)"
 
 
@@ -124,3 +140,59 @@ def no_start_error(seconds: float) -> WorkerError:
         f"processes from starting (memory, a stopped fork server, a file system that does not answer), or raise "
         f"worker_timeout."
     )
+
+
+def offer_stacks() -> None:
+    """Let this builder write its stacks when it is asked to."""
+    with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):  # no such signals, files or stderr
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=os.memfd_create(_NAME), all_threads=True)
+
+
+def read_stacks(pid: int) -> str:
+    """Return the stacks of a builder of this machine, or why there are none."""
+    try:
+        path = next(
+            each for each in Path(f"/proc/{pid}/fd").iterdir() if str(each.readlink()).startswith(f"/memfd:{_NAME}")
+        )
+        before = path.stat().st_size
+        os.kill(pid, signal.SIGUSR2)
+        return _wait_for(path, before) or f"process {pid} does not answer ({_state(pid)})"
+    except (OSError, StopIteration):
+        return f"process {pid} has no stacks to show (it is gone, is being started, or this is not Linux)"
+
+
+def _wait_for(path: Path, before: int) -> str:
+    """Return what is written behind a place, once no more comes."""
+    end = time.monotonic() + _WAIT_S
+    text = ""
+    while time.monotonic() < end:
+        time.sleep(_POLL_S)
+        with path.open("rb") as file:
+            file.seek(before)
+            found = file.read().decode("utf-8", "replace")
+        if found and found == text and found.endswith(_END):
+            break
+        text = found
+    return text
+
+
+def _state(pid: int) -> str:
+    letter = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    return {"T": "it is stopped", "D": "it waits for a disk", "Z": "it is dead"}.get(letter, f"its state is {letter}")
+
+
+def all_stacks(builders: list[int]) -> str:
+    """Return the stacks of this process and of its builders."""
+    told = [f"worker {pid}:\n{read_stacks(pid)}" for pid in builders]
+    return "\n".join([f"trainer {os.getpid()}:", own_stacks(), *told])
+
+
+def own_stacks() -> str:
+    """Return the stacks of all threads of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [
+        f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in sys._current_frames().items()
+    ]
+    return "\n".join(parts)
