@@ -52,12 +52,9 @@ class Meter:
     def numbers(self, *, pack_size: int | None = None) -> dict[str, float]:
         elapsed = max(time.monotonic() - self._begin, 1e-9)
         counts, batches = self._counts, max(self._counts["batches"], 1)
-        wanted, read, requests, retries, num_read = (
-            sum(getattr(totals, name) for totals in self._reads.values())
-            for name in ("bytes_wanted", "bytes_read", "requests", "retries", "samples")
-        )
-        hits, downloads = (
-            sum(getattr(totals, name) for totals in self._reads.values()) for name in ("cache_hits", "cache_downloads")
+        names = ("bytes_wanted", "bytes_read", "requests", "retries", "samples", "cache_hits", "cache_downloads")
+        wanted, read, requests, retries, num_read, hits, downloads = (
+            sum(getattr(totals, name) for totals in self._reads.values()) for name in names
         )
         numbers: dict[str, float] = {
             "step": self._newest_step,

@@ -94,11 +94,11 @@ def test_a_builder_helps_only_where_another_one_has_the_batch():
     pool._report, pool._kill = lambda _event: None, lambda _remote: None
     pool._remotes = {number: ray_pool._Remote(None) for number in range(3)}
     pool._ask = lambda *call: asked.append((call[0], call[-1]))
-    pool.give(0, 5, None, {}, is_own=True)
-    pool.give(1, 5, None, {}, is_own=True)
-    pool.give(0, 6, None, {}, is_own=False)
+    pool.give(0, 5, None, {})
+    pool.give(1, 5, None, {})
+    pool.give(0, 6, None, {})
     pool._lose(0, "is gone")
-    pool.give(2, 6, None, {}, is_own=False)
+    pool.give(2, 6, None, {})
     assert asked == [(0, False), (1, True), (0, False), (2, False)]
 
 

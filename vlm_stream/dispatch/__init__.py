@@ -3,8 +3,8 @@
 Enters: blueprints in plan order. Leaves: deliveries in the same order. It must not know plans, samples or tensors.
 
 `dispatcher.py` (threads, losses, errors) asks `schedule.py` (which batch next, by whom; `values.py` knows what is
-urgent and what is late) with the estimates of `costs.py`, lets `team.py` start and end builders, and gives work to a pool:
-`pool.py` is the interface, `processes.py` with `worker.py` (the child's side) one of them, `ray_pool.py` with
+urgent and what is late) with the estimates of `costs.py`, lets `team.py` start and end builders, and gives work to a
+pool: `pool.py` is the interface, `processes.py` with `worker.py` (the child's side) one of them, `ray_pool.py` with
 `ray_builder.py` (the actor's) another; `ray_cluster.py` knows the cluster and who there is, `ray_keeper.py` keeps named
 pools. `shared.py` and `ray_board.py` let loaders that want the same batch build it once. `inline.py` builds without any
 of it, in this process. While nothing comes, `watchdog.py` says what is waited for and where everybody is.

@@ -19,7 +19,7 @@ from vlm_stream.dispatch.pool import PEER, Failure, Finished, Joined, Lent, Lost
 from vlm_stream.dispatch.schedule import Schedule
 from vlm_stream.dispatch.team import Losses, Scaler, Team
 from vlm_stream.dispatch.values import DISPATCH_COUNTS
-from vlm_stream.dispatch.watchdog import SAY_S, no_start_error, say_what_is_waited_for
+from vlm_stream.dispatch.watchdog import SAY_S, say_what_is_waited_for
 from vlm_stream.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -87,7 +87,6 @@ class Dispatcher:
         self._planner.start()
 
     def __iter__(self) -> Dispatcher:
-        """Return itself."""
         return self
 
     def __next__(self) -> tuple[Planned, Delivery]:
@@ -122,31 +121,25 @@ class Dispatcher:
             self._team.want(num_workers)
 
     def num_ready(self) -> int:
-        """Return how many finished batches wait to be taken."""
         with self._changed:
             return self._schedule.num_ready
 
     def pids(self) -> list[int]:
-        """Return the process ids of the builders on this machine."""
         return self._pool.pids()
 
     def builders(self) -> list[dict[str, Any]]:
-        """Return what each builder has done so far, and where it is."""
         with self._changed:
             return self._team.rows()
 
     def costs(self) -> dict[str, Any]:
-        """Return what building costs, as it was learned so far."""
         with self._changed:
             return self._costs.to_dict()
 
     def counts(self) -> dict[str, int]:
-        """Return what has happened so far."""
         counts = (self.num_restarts, self.num_recycled, self._schedule.num_twice)
         return dict(zip(DISPATCH_COUNTS, (*counts, self._num_lent, self._num_failed, self._num_bytes), strict=True))
 
     def close(self) -> None:
-        """End planning and building."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -330,22 +323,12 @@ class Dispatcher:
                 self._move()
                 if (now := time.monotonic()) > say_at:
                     say_at += SAY_S
-                    logger.warning("%s", self._say_what_is_waited_for(now, now - begin))
+                    head = self._planned.get(self._schedule.head)
+                    limits = now, now - begin, self._options.hang_s
+                    logger.warning("%s", say_what_is_waited_for(self._schedule, self._team, head, *limits))
                 self._changed.wait(_CHECK_S)
         finally:
             self._schedule.is_waited_for = False
-
-    def _say_what_is_waited_for(self, now: float, seconds: float) -> str:
-        head = self._planned.get(self._schedule.head)
-        return say_what_is_waited_for(
-            self._schedule,
-            None if head is None else head.blueprint.name,
-            seconds,
-            now,
-            builders=list(self._team.active),
-            num_starting=self._team.num_starting,
-            hang_s=self._options.hang_s,
-        )
 
     def _move(self) -> None:
         for move in self._schedule.moves(time.monotonic()):
@@ -356,7 +339,7 @@ class Dispatcher:
                 self._team.active[move.late].num_hedged += 1
             blueprint = self._planned[move.number].blueprint
             skipped = self._losses.among(blueprint)
-            self._pool.give(move.builder, move.number, blueprint, skipped, is_own=move.is_own)
+            self._pool.give(move.builder, move.number, blueprint, skipped)
 
     def _look_for_hangs(self) -> None:
         now, hang_s = time.monotonic(), self._options.hang_s
@@ -378,7 +361,11 @@ class Dispatcher:
         for number, seconds in late.items():
             self._pool.stop(number, f"was not ready {seconds:.0f} s after its start")
         if late and max(late.values()) > limit + _START_S:
-            raise no_start_error(max(late.values()))
+            raise WorkerError(
+                f"no builder could be started in {max(late.values()):.0f} s, so the run ends here; its state is good. "
+                f"Look for what keeps processes from starting (memory, a stopped fork server, a file system that does "
+                f"not answer), or raise worker_timeout."
+            )
 
     def _raise_or_stop(self) -> None:
         if self._is_closed:

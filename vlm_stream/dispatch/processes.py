@@ -92,43 +92,25 @@ class ProcessPool:
             prepare_folder()
 
     def grow(self, *, is_reserve: bool = False) -> int:
-        """Start one more builder."""
         number = next(self._numbers)
         self._starts.put((number, "reserve" if is_reserve else "usual"))
         return number
 
-    def give(
-        self,
-        builder: int,
-        number: int,
-        blueprint: Blueprint,
-        skipped: Mapping[SampleRef, str],
-        *,
-        is_own: bool = True,  # noqa: ARG002 - `shared.py` asks who builds it
-    ) -> None:
-        """Let a builder build a batch."""
+    def give(self, builder: int, number: int, blueprint: Blueprint, skipped: Mapping[SampleRef, str]) -> None:
         self._tell(builder, "build", number, blueprint, skipped)
 
     def drop(self, builder: int, number: int) -> None:
-        """Let a builder forget a batch that it has not begun."""
         self._tell(builder, "drop", number)
 
     def stop(self, builder: int, why: str = "") -> None:
-        """End a builder, by force where it hangs."""
         worker = self._workers.get(builder)
         if worker is not None:
             worker.end(why)
 
     def pids(self) -> list[int]:
-        """Return the process ids."""
         return [worker.process.pid for worker in list(self._workers.values()) if worker.is_alive]
 
-    def has(self, builder: int) -> bool:
-        """Tell whether this is one of its processes."""
-        return builder in self._workers
-
     def close(self) -> None:
-        """End all processes."""
         self._is_closed = True
         self._starts.put(None)
         self._starter.join(_JOIN_S)
@@ -201,7 +183,6 @@ class _Worker:
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._write, self._read)]
 
     def listen(self) -> None:
-        """Begin to report what it says."""
         for thread in self._threads:
             thread.start()
 

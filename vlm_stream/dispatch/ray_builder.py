@@ -75,13 +75,11 @@ class Shares(Generic[Job]):
     """
 
     def __init__(self) -> None:
-        """Start without runs."""
         self._queues: dict[str, _Queue[Job]] = {}
         self._spent_s = 0.0
         """Of the run whose job was taken last: what others have had while a run wanted nothing is not owed to it."""
 
     def __len__(self) -> int:
-        """Return how many jobs wait."""
         return sum(len(queue.jobs) for queue in self._queues.values())
 
     def add(self, run: str, share: float) -> None:
@@ -89,19 +87,16 @@ class Shares(Generic[Job]):
         self._queues.setdefault(run, _Queue(share)).share = share
 
     def remove(self, run: str) -> list[Job]:
-        """Forget a run; return its jobs."""
         queue = self._queues.pop(run, None)
         return [] if queue is None else list(queue.jobs.values())
 
     def put(self, run: str, ticket: int, job: Job) -> None:
-        """Add a job behind those of the same run."""
         queue = self._queues[run]
         if not queue.jobs:
             queue.spent_s = max(queue.spent_s, self._spent_s)
         queue.jobs[ticket] = job
 
     def drop(self, run: str, ticket: int) -> Job | None:
-        """Forget a job that waits; return it."""
         queue = self._queues.get(run)
         return None if queue is None else queue.jobs.pop(ticket, None)
 
@@ -112,13 +107,11 @@ class Shares(Generic[Job]):
         return run, self._queues[run].jobs.popitem(last=False)[1]
 
     def spend(self, run: str, seconds: float) -> None:
-        """Note how long a job took."""
         if run in self._queues:
             queue = self._queues[run]
             queue.spent_s += seconds / queue.share
 
     def waits(self, run: str) -> bool:
-        """Tell whether a run has jobs that wait."""
         return run in self._queues and bool(self._queues[run].jobs)
 
 
@@ -126,7 +119,6 @@ class RayBuilder:
     """Builds for one or more runs; Ray makes an actor of it."""
 
     def __init__(self) -> None:
-        """Start the thread that builds."""
         self._builders: dict[str, asyncio.Future[Builder]] = {}
         """By their configs: ranks of one run have one, as long as one of them is known."""
         self._runs: dict[str, _Run] = {}
@@ -200,7 +192,6 @@ class RayBuilder:
             job.future.set_result(None)
 
     async def close(self, run: str) -> None:
-        """Forget a run."""
         with self._changed:
             closed = self._runs.pop(run, None)
             gone = self._jobs.remove(run)

@@ -193,15 +193,12 @@ class Guests:
         self._thread.start()
 
     def lose(self, name: str) -> None:
-        """Note that a builder is lost."""
         self._known.discard(name)
 
     def close(self) -> None:
-        """Look no more."""
         self._is_closed.set()
 
     def join(self) -> None:
-        """Wait until that is so."""
         self._thread.join(_LOOK_S + 1)
 
     def _follow(self) -> None:

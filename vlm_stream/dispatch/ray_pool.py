@@ -136,7 +136,6 @@ class RayPool:
     # What a dispatcher asks -------------------------------------------------------------------------------------------
 
     def grow(self, *, is_reserve: bool = False) -> int:
-        """Start one more actor, or a process of this machine."""
         if is_reserve and self._local is not None:
             number = self._local.grow(is_reserve=True)
             self._reserves.add(number)
@@ -148,16 +147,7 @@ class RayPool:
         timer.start()
         return number
 
-    def give(
-        self,
-        builder: int,
-        number: int,
-        blueprint: Blueprint,
-        skipped: Mapping[SampleRef, str],
-        *,
-        is_own: bool = True,  # noqa: ARG002 - `shared.py` asks who builds it
-    ) -> None:
-        """Let a builder build a batch."""
+    def give(self, builder: int, number: int, blueprint: Blueprint, skipped: Mapping[SampleRef, str]) -> None:
         if self._local is not None and builder in self._reserves:
             self._local.give(builder, number, blueprint, skipped)
         elif (remote := self._remotes.get(builder)) is not None:
@@ -167,7 +157,6 @@ class RayPool:
             self._when_done(ref, functools.partial(self._on_built, builder, number, ref))
 
     def drop(self, builder: int, number: int) -> None:
-        """Let a builder forget a batch that it has not begun."""
         if self._local is not None and builder in self._reserves:
             self._local.drop(builder, number)
         elif (remote := self._remotes.get(builder)) is not None and number in remote.tickets:
@@ -193,7 +182,6 @@ class RayPool:
         return [] if self._local is None else self._local.pids()
 
     def close(self) -> None:
-        """End the actors of this run and the reserve."""
         self._is_closed.set()
         self._inbox.put(None)
         if self._guests is not None:

@@ -88,11 +88,9 @@ class Schedule:
         return batch.number
 
     def add_builder(self, builder: int, *, is_reserve: bool = False) -> None:
-        """Let a builder be given batches."""
         self._builders[builder] = ScheduledBuilder(is_reserve=is_reserve)
 
     def retire_builder(self, builder: int) -> None:
-        """Give it no more."""
         self._builders[builder].is_retiring = True
 
     def remove_builder(self, builder: int) -> None:
@@ -125,7 +123,7 @@ class Schedule:
         """Note that a batch which was lent does not come: it is built here."""
         batch = self._batches.get(number)
         if batch is not None and not batch.is_done and batch.lent_at is not None:
-            batch.lent_at, batch.is_own = None, True
+            batch.lent_at = None
             self._put_back(batch)
 
     def finish(self, builder: int, number: int, now: float, *, result: Any, num_bytes: int, fetch_share: float) -> bool:
@@ -172,7 +170,6 @@ class Schedule:
         return batch.result
 
     def clear(self) -> None:
-        """Forget what was not taken."""
         self._batches.clear()
         self._builders.clear()
 
@@ -186,12 +183,10 @@ class Schedule:
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether all planned batches were taken."""
         return not self._batches
 
     @property
     def num_ready(self) -> int:
-        """Return how many finished batches wait."""
         return sum(batch.is_done for batch in self._batches.values())
 
     @property
@@ -336,7 +331,7 @@ class Schedule:
         late = batch.builders[0] if batch.builders else None
         self.num_twice += late is not None
         batch.builders.append(number)
-        return Move(number, batch.number, is_own=batch.is_own or late is not None, late=late)
+        return Move(number, batch.number, late=late)
 
     def _release(self, batch: QueuedBatch, builder: int) -> None:
         """Note that a builder no longer has a batch."""

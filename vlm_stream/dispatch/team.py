@@ -56,11 +56,9 @@ class ActiveBuilder:
 
     @property
     def num_finished(self) -> int:
-        """Return how many results it has given."""
         return self.num_built + self.num_failed
 
     def count(self, result: Delivery | Failure) -> None:
-        """Add a result."""
         if isinstance(result, Failure):
             self.num_failed += 1
             return
@@ -69,7 +67,6 @@ class ActiveBuilder:
         self.seconds += sum(result.seconds.values())
 
     def row(self) -> dict[str, Any]:
-        """Return what it has done so far."""
         return {
             "kind": self.kind,
             "node": self.node,
@@ -88,7 +85,7 @@ class Team:
     def __init__(
         self, pool: Pool, schedule: Schedule, num_usual: int, num_reserves: int, *, are_remote: bool = False
     ) -> None:
-        """Start so many builders of each kind; the usual ones are processes of this machine, or they are elsewhere."""
+        """Start so many builders of each kind; the usual ones may be elsewhere."""
         self._pool, self._schedule, self._are_remote = pool, schedule, are_remote
         self._wanted: dict[Kind, int] = {"usual": num_usual, "reserve": num_reserves}
         self._starting: dict[int, Kind] = {}
@@ -103,7 +100,6 @@ class Team:
 
     @property
     def num_starting(self) -> int:
-        """Return how many are being started."""
         return len(self._starting)
 
     @property
@@ -112,7 +108,6 @@ class Team:
         return len(self._numbers("usual")) + sum(kind == "usual" for kind in self._starting.values())
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return what each builder has done so far."""
         return [
             {"builder": number, **builder.row(), "queued": len(self._schedule.queued(number))}
             for number, builder in self.active.items()
@@ -126,7 +121,6 @@ class Team:
             self.fill()
 
     def join(self, event: Joined) -> None:
-        """Take in one that is ready."""
         self._starting.pop(event.builder, None)
         self.started_at.pop(event.builder, None)
         self.active[event.builder] = ActiveBuilder(event.kind, event.place)
@@ -136,7 +130,7 @@ class Team:
             self.retire(event.builder)
 
     def lose(self, event: Lost) -> bool:
-        """Forget one that is gone; tell whether it was wanted."""
+        """Tell whether one that is gone was wanted."""
         was_starting = self._starting.pop(event.builder, None) is not None
         self.started_at.pop(event.builder, None)
         builder = self.active.pop(event.builder, None)
@@ -158,7 +152,6 @@ class Team:
             self._pool.stop(number)
 
     def fill(self) -> None:
-        """Start those that are missing."""
         for kind, wanted in self._wanted.items():
             num_starting = sum(each == kind for each in self._starting.values())
             for _ in range(wanted - len(self._numbers(kind)) - num_starting):
@@ -191,7 +184,6 @@ class Scaler:
     """
 
     def __init__(self, least: int, most: int) -> None:
-        """Stay between `least` and `most` builders."""
         self._least, self._most = least, most
         self._begin: float | None = None
         self._num_batches = self._num_quiet = 0
@@ -241,7 +233,6 @@ class Losses:
     """
 
     def __init__(self) -> None:
-        """Start without losses."""
         self._counts: Counter[SampleRef] = Counter()
         self._by_batch: Counter[int] = Counter()
         self._skipped: dict[SampleRef, str] = {}

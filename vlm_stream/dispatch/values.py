@@ -41,8 +41,6 @@ class Move(NamedTuple):
     builder: int
     number: int
     is_drop: bool = False
-    is_own: bool = False
-    """It is built here, whoever else may be building it."""
     late: int | None = None
     """The builder that has had it for too long, where this one is the second."""
 
@@ -59,7 +57,6 @@ class QueuedBatch:
     """Those that have it now."""
     is_begun: bool = False
     is_done: bool = False
-    is_own: bool = False
     lent_at: float | None = None
     """Since when a peer builds it."""
     result: Any = None
@@ -98,13 +95,11 @@ class Lateness:
     """
 
     def __init__(self) -> None:
-        """Start knowing nothing."""
         self._worst = 1.0
         self._slowest = 0.0
         self._num_seen = 0
 
     def saw(self, expected: float, taken: float) -> None:
-        """Take in a finished batch."""
         self._num_seen += 1
         ratio = (taken - _NOISE_S) / max(expected, 1e-6)
         self._worst = max(ratio, 1.0 + (self._worst - 1.0) * _DECAY)
@@ -123,18 +118,12 @@ class Waiting:
     """
 
     def __init__(self, batches: Mapping[int, QueuedBatch], is_waiting: Callable[[int], bool]) -> None:
-        """Start empty.
-
-        Args:
-            batches: Those that were not taken, by number.
-            is_waiting: Tells of a number whether its batch may be given to a builder.
-        """
+        """Start empty; `batches` are those that were not taken, of which `is_waiting` tells whether one waits."""
         self._batches, self._is_waiting = batches, is_waiting
         self._heap: list[tuple[float, int]] = []
         self._interval = 0.0
 
     def push(self, batch: QueuedBatch, interval: float) -> None:
-        """Add a batch; `interval` is the time between two hand-outs."""
         if not 0.8 < interval / (self._interval or interval) < 1.25 or not self._interval:
             self._interval = interval
             numbers = {number for _, number in self._heap if self._is_waiting(number)}
@@ -143,21 +132,17 @@ class Waiting:
         heapq.heappush(self._heap, (self.urgency(batch), batch.number))
 
     def urgency(self, batch: QueuedBatch) -> float:
-        """Return due time minus cost, in intervals."""
         return batch.number - batch.seconds / self._interval
 
     def first(self) -> QueuedBatch | None:
-        """Return the most urgent batch, if there is one."""
         while self._heap and not self._is_waiting(self._heap[0][1]):
             heapq.heappop(self._heap)
         return self._batches[self._heap[0][1]] if self._heap else None
 
     def most_urgent(self, count: int) -> list[QueuedBatch]:
-        """Return some batches, the most urgent first."""
         return [self._batches[number] for _, number in heapq.nsmallest(count, self._heap) if self._is_waiting(number)]
 
     def remove(self, batch: QueuedBatch) -> None:
-        """Take a batch out."""
         if self._heap[0][1] == batch.number:
             heapq.heappop(self._heap)
             return

@@ -19,11 +19,10 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.errors import WorkerError
-
 if TYPE_CHECKING:
-    from vlm_stream.blueprint import BatchName, SampleRef
+    from vlm_stream.blueprint import BatchName, Planned, SampleRef
     from vlm_stream.dispatch.schedule import Schedule
+    from vlm_stream.dispatch.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -37,40 +36,34 @@ _WAY_OUT: Final = "loader.stacks() shows where each builder is (kill -USR1 PID: 
 
 
 def say_what_is_waited_for(
-    schedule: Schedule,
-    name: BatchName | None,
-    seconds: float,
-    now: float,
-    *,
-    builders: list[int],
-    num_starting: int,
-    hang_s: float | None,
+    schedule: Schedule, team: Team, head: Planned | None, now: float, seconds: float, hang_s: float | None
 ) -> str:
     """Return the sentence.
 
     Args:
         schedule: Who has which batch.
-        name: Of the next batch; None: it is not planned yet.
-        seconds: How long the trainer has waited.
+        team: Who there is.
+        head: The next batch; None: it is not planned yet.
         now: The time.
-        builders: Those that are alive.
-        num_starting: Those that are being started.
+        seconds: How long the trainer has waited.
         hang_s: After how long a silent builder is replaced; None: nobody has said.
     """
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
     start = f"no batch for {seconds:.0f} s, since {since}: "
-    if name is None:
+    if head is None:
         return f"{start}the plan has not come to its next step, which reads indexes of shards; {_WAY_OUT}"
+    name = head.blueprint.name
     what = f"rank {name.rank} waits for step {name.step}, micro-batch {name.micro}"
-    holders = [number for number in builders if schedule.head in schedule.queued(number)]
     told = ", ".join(
-        f"builder {number} has been silent for {schedule.busy_for(number, now):.0f} s" for number in holders
+        f"builder {number} has been silent for {schedule.busy_for(number, now):.0f} s"
+        for number in team.active
+        if schedule.head in schedule.queued(number)
     )
     unset = "after minutes if nobody else can help (worker_timeout is not set)"
     patience = unset if hang_s is None else f"after {hang_s:g} s"
     return (
-        f"{start}{what}; {told or 'no builder has it'}; {len(builders)} builders are alive, {num_starting} are being "
-        f"started, {schedule.num_ready} batches are ready behind it. A silent builder is replaced "
+        f"{start}{what}; {told or 'no builder has it'}; {len(team.active)} builders are alive, {team.num_starting} are "
+        f"being started, {schedule.num_ready} batches are ready behind it. A silent builder is replaced "
         f"{patience}, or when another one finishes its batch; {_WAY_OUT}"
     )
 
@@ -79,7 +72,6 @@ class InlineWatch:
     """Says what this process plans or builds when that takes long. It is a builder's watch, and a context manager."""
 
     def __init__(self) -> None:
-        """Watch nothing yet."""
         self._work: tuple[float, str] | None = None
         """Since when, and what."""
         self._sample: SampleRef | None = None
@@ -87,20 +79,16 @@ class InlineWatch:
         self._thread = threading.Thread(target=self._run, name="vlm-stream-watch", daemon=True)
 
     def __enter__(self) -> InlineWatch:
-        """Begin to look."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """End it."""
         self._is_closed.set()
 
     def build(self, name: BatchName) -> None:
-        """Note which batch is built from now on."""
         self._work = time.monotonic(), f"step {name.step}, micro-batch {name.micro} of rank {name.rank} is being built"
 
     def plan(self) -> None:
-        """Note that the plan goes on."""
         self._work = time.monotonic(), "the plan has not come to its next step, which reads indexes of shards"
 
     def rest(self) -> None:
@@ -108,11 +96,9 @@ class InlineWatch:
         self._work = None
 
     def begin(self, ref: SampleRef) -> None:
-        """Note which sample is worked on."""
         self._sample = ref
 
     def end(self) -> None:
-        """Note that none is."""
         self._sample = None
 
     def _run(self) -> None:
@@ -131,15 +117,6 @@ class InlineWatch:
                 work[1],
                 which,
             )
-
-
-def no_start_error(seconds: float) -> WorkerError:
-    """Return how a run ends for which no builder comes."""
-    return WorkerError(
-        f"no builder could be started in {seconds:.0f} s, so the run ends here; its state is good. Look for what keeps "
-        f"processes from starting (memory, a stopped fork server, a file system that does not answer), or raise "
-        f"worker_timeout."
-    )
 
 
 def offer_stacks() -> None:

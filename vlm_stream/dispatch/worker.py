@@ -175,7 +175,6 @@ class _Link:
         return message
 
     def wait(self) -> None:
-        """Listen until the parent has gone."""
         while True:
             self.next()
 
