@@ -25,7 +25,7 @@ class Meter:
         self._begin = time.monotonic()
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._reads: dict[int, ReadTotals] = {}
+        self._reads: dict[str, ReadTotals] = {}
         self._newest_step = 0
 
     def waited(self, seconds: float) -> None:
@@ -46,7 +46,7 @@ class Meter:
         counts["rows"] += delivery.num_rows
         for stage, duration in delivery.seconds.items():
             seconds[stage] += duration
-        self._reads[delivery.pid] = delivery.reads
+        self._reads[delivery.reader] = delivery.reads
         self._newest_step = delivery.name.step
 
     def numbers(self, *, pack_size: int | None = None) -> dict[str, float]:

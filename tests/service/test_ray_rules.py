@@ -12,12 +12,14 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
+from tests.service.conftest import raw_loader
 from tests.waiting import wait_for
 from vlm_stream import RayBuilders
 from vlm_stream.dispatch import RayPool, ray_builder, ray_cluster, ray_keeper, ray_pool
 from vlm_stream.dispatch.ray_builder import Place, RayBuilder, Shares
 from vlm_stream.dispatch.ray_cluster import Guests, no_pool_error, say_error
 from vlm_stream.errors import WorkerError
+from vlm_stream.metrics import Meter
 
 
 def test_a_builder_is_found_once_until_it_is_lost_however_busy_its_run_is(monkeypatch):
@@ -100,6 +102,19 @@ def test_a_builder_helps_only_where_another_one_has_the_batch():
     pool._lose(0, "is gone")
     pool.give(2, 6, None, {})
     assert asked == [(0, False), (1, True), (0, False), (2, False)]
+
+
+def test_what_builders_have_read_is_added_up_though_their_processes_have_one_number(toy_shards):
+    """Those of two machines may; so have two configs at one builder on Ray."""
+    stream, meter = raw_loader(toy_shards).stream, Meter()
+    plan = stream.plan()
+    wanted = 0
+    for planned in itertools.islice(plan.blueprints(stream.world), 2):
+        with plan.build.open() as builder:
+            delivery = builder.build(planned.blueprint)
+        meter.add(delivery)
+        wanted += delivery.reads.bytes_read
+    assert meter.numbers()["bytes_read"] == wanted > delivery.reads.bytes_read
 
 
 class Reading:
