@@ -84,7 +84,7 @@ def test_builders_that_find_no_room_are_let_go_first():
         team.join(Joined(number))
     team.want(3)
     assert pool.stopped == [3, 4, 5]
-    assert (team.num_starting, team.num_usual) == (1, 3)
+    assert (len(team.starting), team.num_usual) == (1, 3)
     team.join(Joined(4))  # it had begun a moment before
     assert pool.stopped == [3, 4, 5, 4]
     assert not team.lose(Lost(4, "was let go", None, None))

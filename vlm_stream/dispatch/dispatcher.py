@@ -357,7 +357,7 @@ class Dispatcher:
 
     def _look_for_late_starts(self, now: float, limit: float) -> None:
         """Replace processes that do not come; end the run where even their start does not return."""
-        late = {number: now - begun for number, begun in self._team.started_at.items() if now - begun > limit}
+        late = {number: now - begun for number, (_, begun) in self._team.starting.items() if now - begun > limit}
         for number, seconds in late.items():
             self._pool.stop(number, f"was not ready {seconds:.0f} s after its start")
         if late and max(late.values()) > limit + _START_S:

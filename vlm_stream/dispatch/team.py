@@ -6,6 +6,7 @@ samples to be left out. The dispatcher's lock is held by whoever asks.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import Counter
@@ -88,9 +89,8 @@ class Team:
         """Start so many builders of each kind; the usual ones may be elsewhere."""
         self._pool, self._schedule, self._are_remote = pool, schedule, are_remote
         self._wanted: dict[Kind, int] = {"usual": num_usual, "reserve": num_reserves}
-        self._starting: dict[int, Kind] = {}
-        self.started_at: dict[int, float] = {}
-        """When each process of this machine was begun that is being started. Those elsewhere may wait for room."""
+        self.starting: dict[int, tuple[Kind, float]] = {}
+        """When each process of this machine was begun; inf: it is elsewhere, and may wait for room."""
         self._unwanted: set[int] = set()
         """Those that were being started when fewer were wanted."""
         self.active: dict[int, ActiveBuilder] = {}
@@ -99,13 +99,9 @@ class Team:
         self.fill()
 
     @property
-    def num_starting(self) -> int:
-        return len(self._starting)
-
-    @property
     def num_usual(self) -> int:
         """Return how many there are beside the reserve, or will be."""
-        return len(self._numbers("usual")) + sum(kind == "usual" for kind in self._starting.values())
+        return len(self._numbers("usual")) + sum(kind == "usual" for kind, _ in self.starting.values())
 
     def rows(self) -> list[dict[str, Any]]:
         return [
@@ -121,8 +117,7 @@ class Team:
             self.fill()
 
     def join(self, event: Joined) -> None:
-        self._starting.pop(event.builder, None)
-        self.started_at.pop(event.builder, None)
+        self.starting.pop(event.builder, None)
         self.active[event.builder] = ActiveBuilder(event.kind, event.place)
         self.most = max(self.most, len(self.active))
         self._schedule.add_builder(event.builder, is_reserve=event.kind == "reserve")
@@ -131,8 +126,7 @@ class Team:
 
     def lose(self, event: Lost) -> bool:
         """Tell whether one that is gone was wanted."""
-        was_starting = self._starting.pop(event.builder, None) is not None
-        self.started_at.pop(event.builder, None)
+        was_starting = self.starting.pop(event.builder, None) is not None
         builder = self.active.pop(event.builder, None)
         self._schedule.remove_builder(event.builder)
         if event.builder in self._unwanted:
@@ -153,21 +147,19 @@ class Team:
 
     def fill(self) -> None:
         for kind, wanted in self._wanted.items():
-            num_starting = sum(each == kind for each in self._starting.values())
+            num_starting = sum(each == kind for each, _ in self.starting.values())
             for _ in range(wanted - len(self._numbers(kind)) - num_starting):
                 number = self._pool.grow(is_reserve=kind == "reserve")
-                self._starting[number] = kind
-                if kind == "reserve" or not self._are_remote:
-                    self.started_at[number] = time.monotonic()
+                is_here = kind == "reserve" or not self._are_remote
+                self.starting[number] = kind, time.monotonic() if is_here else math.inf
 
     def _trim(self) -> None:
         """Let those go that are too many, first what is being started: the cluster may have no room for it."""
         for kind, wanted in self._wanted.items():
-            starting = [number for number, each in self._starting.items() if each == kind]
+            starting = [number for number, (each, _) in self.starting.items() if each == kind]
             active = self._numbers(kind)
             for number in starting[max(wanted - len(active), 0) :]:
-                del self._starting[number]
-                self.started_at.pop(number, None)
+                del self.starting[number]
                 self._unwanted.add(number)
                 self._pool.stop(number)
             for number in active[wanted:]:

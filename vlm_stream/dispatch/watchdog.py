@@ -62,9 +62,9 @@ def say_what_is_waited_for(
     unset = "after minutes if nobody else can help (worker_timeout is not set)"
     patience = unset if hang_s is None else f"after {hang_s:g} s"
     return (
-        f"{start}{what}; {told or 'no builder has it'}; {len(team.active)} builders are alive, {team.num_starting} are "
-        f"being started, {schedule.num_ready} batches are ready behind it. A silent builder is replaced "
-        f"{patience}, or when another one finishes its batch; {_WAY_OUT}"
+        f"{start}{what}; {told or 'no builder has it'}; {len(team.active)} builders are alive, "
+        f"{len(team.starting)} are being started, {schedule.num_ready} batches are ready behind it. A silent builder "
+        f"is replaced {patience}, or when another one finishes its batch; {_WAY_OUT}"
     )
 
 
