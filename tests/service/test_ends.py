@@ -124,6 +124,7 @@ def test_a_lost_object_is_a_batch_that_is_built_again(cluster, nothing_is_late, 
     assert dispatcher.num_restarts == 1
 
 
+@pytest.mark.slow
 def test_builders_on_ray_go_on_from_a_state_of_local_workers(cluster, toy_shards):
     expected = [batch["keys"] for batch in raw_loader(toy_shards)]
     with raw_loader(toy_shards, num_workers=1) as loader:

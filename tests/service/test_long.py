@@ -88,7 +88,8 @@ def run_peers(tmp_path, shards, processor, builders, num_peers=2):
     return [torch.load(tmp_path / f"{rank}.pt") for rank in range(num_peers)]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("processes", marks=pytest.mark.slow), "ray"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["processes", "ray"])
 def test_tensor_parallel_trainers_build_each_batch_once(request, tmp_path, toy_shards, saved_processor, kind):
     builders = kind if kind == "processes" else request.getfixturevalue("cluster").address
     expected = list(StreamLoader(toy_shards, processor=str(saved_processor), **PACKED))

@@ -73,6 +73,7 @@ def test_a_pool_is_resized_shown_and_ended(cluster, capsys, monkeypatch):
     assert "no pool 'other'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_many_ranks_use_one_pool_and_none_is_forgotten(pool, nothing_is_late, toy_shards):
     ranks = [{"rank": rank, "world_size": 12, "epochs": 2} for rank in range(12)]
     expected = [[batch["keys"] for batch in raw_loader(toy_shards, **rank)] for rank in ranks]

@@ -22,7 +22,9 @@ from vlm_stream.dispatch.pool import Finished
 from vlm_stream.testing import build_processor
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "llava_onevision"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("internvl", "llava_onevision"))]
+)
 def test_families_mixtures_and_pipelines_are_equal_to_the_bit(pool, toy_shards, image_shards, family):
     processor = build_processor(family)
     sources = {"a": {"url": str(toy_shards), "weight": 2}, "b": {"url": str(image_shards), "weight": 1}}
