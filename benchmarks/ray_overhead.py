@@ -80,10 +80,10 @@ def take(folder: str, way: str, pixels: str, seconds: str) -> None:
         elif begin:
             num_batches, tokens = num_batches + 1, tokens + int((batch["input_ids"] >= 0).sum())
             if now - begin > float(seconds):
+                spent = usage(list(pids))  # before the loop is left, which ends them
                 break
-    spent = usage(list(pids))
     spent.subtract(before)
-    rate = tokens / (time.perf_counter() - begin)
+    rate = tokens / (now - begin)
     print(json.dumps({"rate": rate, **{name: value / num_batches for name, value in spent.items()}}), flush=True)
     os._exit(0)
 

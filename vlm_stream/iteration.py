@@ -216,7 +216,6 @@ class Iteration:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether a batch may still be taken."""
         return self._end.alive
 
     @property

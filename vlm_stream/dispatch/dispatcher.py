@@ -49,13 +49,7 @@ class Dispatcher:
     def __init__(
         self, plan: Iterator[Planned], open_pool: Callable[[Listener], Pool], options: DispatchOptions
     ) -> None:
-        """Start to plan and to build.
-
-        Args:
-            plan: Pulled by a thread of the dispatcher, and by nobody else.
-            open_pool: Makes the pool, given whom it reports to.
-            options: How many builders, and how far ahead.
-        """
+        """Start to plan and to build; a thread pulls the plan, and nobody else does."""
         self._options = options
         self._schedule = Schedule(options.max_bytes)
         self._costs = CostModel()

@@ -172,13 +172,7 @@ class Guests:
     def __init__(
         self, ray: Any, pool: str, found: Callable[[str, Any], None], is_connected: Callable[[], bool]
     ) -> None:
-        """Begin to look.
-
-        Args:
-            ray: Connected.
-            pool: Its name.
-            found: Is told the name and the handle of each builder.
-            is_connected: Whether this process is still in the cluster.
+        """Begin to look; `found` is told the name and the handle of each builder.
 
         Raises:
             ConfigError: There is no such pool.

@@ -84,13 +84,8 @@ class RayPool:
     ) -> None:
         """Connect; builders are asked for by `grow`, or come from the named pool.
 
-        Args:
-            config: What to build by.
-            listener: Is told what happens, from a thread of the pool.
-            options: Which builders.
-            is_shared: Whether other loaders may read the same results: this one then copies, so that its trainer may
-                write.
-            num_ranks: Of this run, which have its share of a named pool together.
+        Where others may read the same results (`is_shared`), this loader copies, so that its trainer may write. The
+        ranks of a run have its share of a named pool together.
 
         Raises:
             ConfigError: There is no such cluster or pool, or the config cannot be sent.
@@ -119,11 +114,9 @@ class RayPool:
                 f"{error}); give the processor by its name, and a collate_fn that holds nothing of this process"
             ) from error
         self._reserves: set[int] = set()
-        self._local = (
-            ProcessPool(for_processes(config, pickled), self._on_local_event, numbers=self._numbers)
-            if options.local
-            else None
-        )
+        self._local: ProcessPool | None = None
+        if options.local:
+            self._local = ProcessPool(for_processes(config, pickled), self._on_local_event, numbers=self._numbers)
         self._nodes: tuple[str, ...] = ()
         self.nearness: Callable[[int, Blueprint], float] | None = (
             self._nearness if config.options.cache_dir is not None else None

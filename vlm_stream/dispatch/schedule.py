@@ -129,13 +129,7 @@ class Schedule:
     def finish(self, builder: int, number: int, now: float, *, result: Any, num_bytes: int, fetch_share: float) -> bool:
         """Note a result; tell whether it is the first of its batch.
 
-        Args:
-            builder: Who built it.
-            number: Which batch.
-            now: The time.
-            result: Kept until it is taken.
-            num_bytes: Its memory.
-            fetch_share: How much of its time the builder waited for bytes: long queues hide that.
+        `fetch_share` is how much of its time the builder waited for bytes: long queues hide that.
         """
         worker = self._builders.get(builder)
         if worker is not None:

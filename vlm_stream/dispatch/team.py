@@ -183,14 +183,9 @@ class Scaler:
         self._num_idle = most
 
     def saw(self, now: float, waited_s: float, num_idle: int, num_builders: int, num_ready: int = 0) -> int:
-        """Take in one batch; return how many builders there should be.
+        """Take in a batch that was taken, and for how long it was waited for; return how many builders there should be.
 
-        Args:
-            now: The time at which it was taken.
-            waited_s: How long the trainer waited for it.
-            num_idle: Builders that have nothing to do.
-            num_builders: Builders that there are, those that are being started included.
-            num_ready: Batches that wait to be taken.
+        `num_builders` are those that there are, those that are being started included.
         """
         if num_ready > _PILE[0] * num_builders + _PILE[1]:
             num_idle = max(num_idle, 1)

@@ -38,16 +38,7 @@ _WAY_OUT: Final = "loader.stacks() shows where each builder is (kill -USR1 PID: 
 def say_what_is_waited_for(
     schedule: Schedule, team: Team, head: Planned | None, now: float, seconds: float, hang_s: float | None
 ) -> str:
-    """Return the sentence.
-
-    Args:
-        schedule: Who has which batch.
-        team: Who there is.
-        head: The next batch; None: it is not planned yet.
-        now: The time.
-        seconds: How long the trainer has waited.
-        hang_s: After how long a silent builder is replaced; None: nobody has said.
-    """
+    """Return the sentence; `head` is the next batch, None where it is not planned yet."""
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
     start = f"no batch for {seconds:.0f} s, since {since}: "
     if head is None:
@@ -72,8 +63,7 @@ class InlineWatch:
     """Says what this process plans or builds when that takes long. It is a builder's watch, and a context manager."""
 
     def __init__(self) -> None:
-        self._work: tuple[float, str] | None = None
-        """Since when, and what."""
+        self._work: tuple[float, str] | None = None  # since when, and what
         self._sample: SampleRef | None = None
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vlm-stream-watch", daemon=True)
