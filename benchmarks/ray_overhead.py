@@ -1,6 +1,6 @@
 """Builders on Ray against local workers: tokens in a second, in turns, and where processor time and page faults go.
 
-    python benchmarks/ray_overhead.py [--seconds 8] [--turns 3] [--ways compact,full]
+    python benchmarks/ray_overhead.py [--seconds 8] [--turns 3] [--pixels compact,full]
 
 Two workers, or two builders on a Ray cluster on this machine, on loopback, decode, encode and pack the same image
 samples without end. The trainer finishes compact pixels and does nothing else.
@@ -34,7 +34,10 @@ def usage(builders: list[int]) -> Counter[str]:
     found: Counter[str] = Counter()
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         name = "builders" if process.pid in builders else "trainer" if process.pid == os.getpid() else "others"
-        stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        try:
+            stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
         found[f"{name} faults"] += int(stat[7])
         found[f"{name} user"] += int(stat[11]) / os.sysconf("SC_CLK_TCK")
         found[f"{name} system"] += int(stat[12]) / os.sysconf("SC_CLK_TCK")
@@ -67,24 +70,24 @@ def take(folder: str, way: str, pixels: str, seconds: str) -> None:
         f"{folder}/shards", processor=f"{folder}/processor", pack_size=8192, epochs=None, **options, **more
     )
     begin = num_batches = tokens = 0
-    before: Counter[str] = Counter()
-    pids = Counter[int]()
-    started = time.perf_counter()
+    pids: list[int] = []
+    before = spent = Counter[str]()
+    started = now = time.perf_counter()
     for batch in loader:
         batch = finish_pixels(batch) if more else batch
         now = time.perf_counter()
         if not begin and now - started > WARM_S and len(loader.builders()) == 2:
             pool: Any = loader._dispatcher._pool
-            pids.update(loader.worker_pids() or [each.place.pid for each in pool._remotes.values()])
-            begin, before = now, usage(list(pids))
+            pids = loader.worker_pids() or [remote.place.pid for remote in pool._remotes.values()]
+            begin, before = now, usage(pids)
         elif begin:
             num_batches, tokens = num_batches + 1, tokens + int((batch["input_ids"] >= 0).sum())
             if now - begin > float(seconds):
-                spent = usage(list(pids))  # before the loop is left, which ends them
+                spent = usage(pids)  # before the loop is left, which ends them
                 break
     spent.subtract(before)
-    rate = tokens / (now - begin)
-    print(json.dumps({"rate": rate, **{name: value / num_batches for name, value in spent.items()}}), flush=True)
+    each = {name: value / num_batches for name, value in spent.items()}
+    print(json.dumps({"rate": tokens / (now - begin), **each}), flush=True)
     os._exit(0)
 
 

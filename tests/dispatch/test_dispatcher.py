@@ -176,7 +176,7 @@ def test_workers_that_all_stop_are_replaced(quick_doubt, num_workers):
                 os.kill(pid, signal.SIGSTOP)
     dispatcher.close()
     assert seen == list(range(COUNT))
-    assert dispatcher.num_restarts >= num_workers
+    assert dispatcher.num_restarts >= 1  # who comes may build the others' batches before these are doubted
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
