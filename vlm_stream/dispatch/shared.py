@@ -84,7 +84,11 @@ class SharedPool:
         """Those that others had claimed: given again they are built here, for they were late or did not come."""
         self._has_warned = False
         self._inbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self._pool = open_pool(self._on_event)
+        try:
+            self._pool = open_pool(self._on_event)
+        except BaseException:
+            board.close()
+            raise
         self.nearness = self._pool.nearness
         self._thread = threading.Thread(target=self._run, name="vlm-stream-shared", daemon=True)
         self._thread.start()
