@@ -105,11 +105,16 @@ def _check_address(address: str | None, here: str) -> None:
 
 
 def start_builder(ray: Any, options: RayBuilders, **more: Any) -> Any:
-    """Start an actor and return its handle; it exists once Ray has found room for it."""
+    """Start an actor and return its handle; it exists once Ray has found room for it.
+
+    Its memory is one arena of glibc's: from any other, large blocks go back to the system when they are freed, whatever
+    `keep_freed_memory` says, and the thread that builds is not the main one.
+    """
+    asked = options.runtime_env or {}
     actor = ray.remote(RayBuilder).options(
         num_cpus=options.num_cpus,
         resources=options.resources or None,
-        runtime_env=options.runtime_env,
+        runtime_env={**asked, "env_vars": {"MALLOC_ARENA_MAX": "1"} | asked.get("env_vars", {})},
         max_concurrency=CALLS,
         namespace=NAMESPACE,
         **more,
