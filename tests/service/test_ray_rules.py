@@ -117,6 +117,23 @@ def test_what_builders_have_read_is_added_up_though_their_processes_have_one_num
     assert meter.numbers()["bytes_read"] == wanted > delivery.reads.bytes_read
 
 
+def test_builders_keep_what_they_free_unless_the_user_tunes_it():
+    asked = []
+
+    def options(**more):
+        asked.append(more["runtime_env"])
+        return SimpleNamespace(remote=lambda: None)
+
+    ray = SimpleNamespace(remote=lambda _kind: SimpleNamespace(options=options))
+    for environment in (None, {"pip": ["av"], "env_vars": {"A": "b"}}, {"env_vars": {"MALLOC_ARENA_MAX": "4"}}):
+        ray_cluster.start_builder(ray, RayBuilders(runtime_env=environment))
+    assert asked == [
+        {"env_vars": {"MALLOC_ARENA_MAX": "1"}},
+        {"pip": ["av"], "env_vars": {"MALLOC_ARENA_MAX": "1", "A": "b"}},
+        {"env_vars": {"MALLOC_ARENA_MAX": "4"}},
+    ]
+
+
 class Reading:
     is_cancelled = False
 
