@@ -192,25 +192,22 @@ class BlockReader:
     def read(self, number: int, num_sent: int, descriptor: int, size: int) -> Any:
         """Return a block's bytes."""
         with self._lock:
-            return self._read(number, num_sent, descriptor, size)
-
-    def _read(self, number: int, num_sent: int, descriptor: int, size: int) -> Any:
-        self._num_sent[number] = num_sent
-        known = self._arrays.get(number)
-        array = known() if known is not None else None
-        if array is not None:  # several tensors of a batch may lie in one block
+            self._num_sent[number] = num_sent
+            known = self._arrays.get(number)
+            array = known() if known is not None else None
+            if array is not None:  # several tensors of a batch may lie in one block
+                return array
+            pages = self._pages.get(number)
+            if pages is None or len(pages) < size:
+                opened = os.open(f"/proc/{self._pid}/fd/{descriptor}", os.O_RDWR)
+                try:
+                    pages = self._pages[number] = mmap.mmap(opened, size, flags=_MAPPING)
+                finally:
+                    os.close(opened)
+            array = np.frombuffer(pages, np.uint8, size)
+            self._arrays[number] = weakref.ref(array)
+            weakref.finalize(array, self._dropped.append, number).atexit = False
             return array
-        pages = self._pages.get(number)
-        if pages is None or len(pages) < size:
-            opened = os.open(f"/proc/{self._pid}/fd/{descriptor}", os.O_RDWR)
-            try:
-                pages = self._pages[number] = mmap.mmap(opened, size, flags=_MAPPING)
-            finally:
-                os.close(opened)
-        array = np.frombuffer(pages, np.uint8, size)
-        self._arrays[number] = weakref.ref(array)
-        weakref.finalize(array, self._dropped.append, number).atexit = False
-        return array
 
 
 def _can_look_into(pid: int) -> bool:

@@ -97,22 +97,18 @@ class _Making:
         if not options.num_workers and ray is None:
             return build_inline(blueprints, build, max_bytes)
 
+        board = self._open_board(build)
+
         def open_pool(listener: Listener) -> Pool:
-            board = self._open_board(build)
-
-            def open_own(listener: Listener) -> Pool:
-                if ray is not None:
-                    num_ranks = self._world.size * (options.peers or self._world.peers)
-                    return RayPool(build, listener, ray, is_shared=board is not None, num_ranks=num_ranks)
-                return ProcessPool(
-                    build, listener, start_method=options.start_method, confined_bytes=options.confined_bytes
-                )
-
-            return open_own(listener) if board is None else SharedPool(open_own, listener, board)
+            if ray is not None:
+                num_ranks = self._world.size * (options.peers or self._world.peers)
+                return RayPool(build, listener, ray, is_shared=board is not None, num_ranks=num_ranks)
+            start, confined = options.start_method, options.confined_bytes
+            return ProcessPool(build, listener, start_method=start, confined_bytes=confined)
 
         self.dispatcher = Dispatcher(
             blueprints,
-            open_pool,
+            open_pool if board is None else lambda listener: SharedPool(open_pool, listener, board),
             DispatchOptions(
                 num_workers=options.num_builders,
                 max_bytes=max_bytes,
@@ -216,7 +212,6 @@ class Iteration:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether a batch may still be taken."""
         return self._end.alive
 
     @property

@@ -25,7 +25,7 @@ class Meter:
         self._begin = time.monotonic()
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._reads: dict[int, ReadTotals] = {}
+        self._reads: dict[str, ReadTotals] = {}
         self._newest_step = 0
 
     def waited(self, seconds: float) -> None:
@@ -46,18 +46,15 @@ class Meter:
         counts["rows"] += delivery.num_rows
         for stage, duration in delivery.seconds.items():
             seconds[stage] += duration
-        self._reads[delivery.pid] = delivery.reads
+        self._reads[delivery.reader] = delivery.reads
         self._newest_step = delivery.name.step
 
     def numbers(self, *, pack_size: int | None = None) -> dict[str, float]:
         elapsed = max(time.monotonic() - self._begin, 1e-9)
         counts, batches = self._counts, max(self._counts["batches"], 1)
-        wanted, read, requests, retries, num_read = (
-            sum(getattr(totals, name) for totals in self._reads.values())
-            for name in ("bytes_wanted", "bytes_read", "requests", "retries", "samples")
-        )
-        hits, downloads = (
-            sum(getattr(totals, name) for totals in self._reads.values()) for name in ("cache_hits", "cache_downloads")
+        names = ("bytes_wanted", "bytes_read", "requests", "retries", "samples", "cache_hits", "cache_downloads")
+        wanted, read, requests, retries, num_read, hits, downloads = (
+            sum(getattr(totals, name) for totals in self._reads.values()) for name in names
         )
         numbers: dict[str, float] = {
             "step": self._newest_step,

@@ -109,7 +109,7 @@ def deliver(blueprint, batch, seconds=0.0, num_bytes=100):
         num_bytes=num_bytes,
         seconds={"fetch": 0.0, "encode": seconds, "collate": 0.0},
         reads=None,
-        pid=os.getpid(),
+        reader="",
     )
 
 

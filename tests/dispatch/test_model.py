@@ -71,7 +71,7 @@ class Table:
         self.starting[number] = "reserve" if is_reserve else "usual"
         return number
 
-    def give(self, builder, number, blueprint, skipped, *, is_own=True):
+    def give(self, builder, number, blueprint, skipped):
         if builder in self.queues:
             self.queues[builder].append((number, blueprint, skipped))
 

@@ -15,7 +15,7 @@ from tests.dispatch.test_dispatcher import flags, hang, is_running, state_of, st
 from tests.waiting import wait_for
 from vlm_stream.dispatch import dispatcher as dispatcher_module
 from vlm_stream.dispatch import processes, watchdog
-from vlm_stream.dispatch.stacks import all_stacks, read_stacks
+from vlm_stream.dispatch.watchdog import all_stacks, read_stacks
 from vlm_stream.errors import WorkerError
 from vlm_stream.stream import VLMStream
 

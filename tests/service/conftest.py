@@ -4,6 +4,7 @@ Not on 127.0.0.1, which Ray takes for the address of the network.
 """
 
 import gc
+import json
 import time
 import warnings
 from pathlib import Path
@@ -85,6 +86,11 @@ def keys_after_a_while(rows, _processor):
 def raw_loader(shards, **options):
     """Return a loader whose batches are names, after a while."""
     return StreamLoader(shards, processor=None, mode="plain", collate_fn=keys_after_a_while, **options)
+
+
+def last_json(capsys):
+    """Return what a command printed last: Ray may have printed something before."""
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def actor_pids(loader):

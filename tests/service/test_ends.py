@@ -40,7 +40,7 @@ def start_guest(cluster):
         ray.kill(actor)
 
 
-def test_runs_that_end_leave_nothing_at_a_named_pool_and_nothing_here(start_guest, monkeypatch):
+def test_runs_that_end_leave_nothing_at_a_named_pool_and_nothing_here(start_guest, nothing_is_late, monkeypatch):
     monkeypatch.setattr(ray_cluster, "CALLS", 6)
     options = start_guest("few-calls")
     gone = []
@@ -109,7 +109,7 @@ def lose_object():
     return lost
 
 
-def test_a_lost_object_is_a_batch_that_is_built_again(cluster, monkeypatch):
+def test_a_lost_object_is_a_batch_that_is_built_again(cluster, nothing_is_late, monkeypatch):
     ask, lost = RayPool._ask, [lose_object()]
 
     def ask_and_lose_the_first_batch(self, builder, method, *arguments):
@@ -124,6 +124,7 @@ def test_a_lost_object_is_a_batch_that_is_built_again(cluster, monkeypatch):
     assert dispatcher.num_restarts == 1
 
 
+@pytest.mark.slow
 def test_builders_on_ray_go_on_from_a_state_of_local_workers(cluster, toy_shards):
     expected = [batch["keys"] for batch in raw_loader(toy_shards)]
     with raw_loader(toy_shards, num_workers=1) as loader:

@@ -51,7 +51,7 @@ def test_builders_come_and_go_while_running(cluster, nothing_is_late, toy_shards
 
 @pytest.mark.slow
 def test_builders_follow_the_trainers_waiting(cluster, toy_shards, monkeypatch):
-    monkeypatch.setattr("vlm_stream.dispatch.scaling._PERIOD_S", 0.5)
+    monkeypatch.setattr("vlm_stream.dispatch.team._PERIOD_S", 0.5)
     builders = RayBuilders(count=1, min_count=1, max_count=3, num_cpus=0.5, local=0)
     loader = raw_loader(toy_shards, epochs=None, builders=builders)
     with loader:
@@ -88,7 +88,8 @@ def run_peers(tmp_path, shards, processor, builders, num_peers=2):
     return [torch.load(tmp_path / f"{rank}.pt") for rank in range(num_peers)]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("processes", marks=pytest.mark.slow), "ray"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["processes", "ray"])
 def test_tensor_parallel_trainers_build_each_batch_once(request, tmp_path, toy_shards, saved_processor, kind):
     builders = kind if kind == "processes" else request.getfixturevalue("cluster").address
     expected = list(StreamLoader(toy_shards, processor=str(saved_processor), **PACKED))

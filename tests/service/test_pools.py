@@ -1,17 +1,17 @@
 """Named pools: several runs on the same builders, which belong to no process."""
 
 import itertools
-import json
 import os
 import signal
 from unittest.mock import Mock
 
 import pytest
 
-from tests.service.conftest import actor_pids, raw_loader
+from tests.service.conftest import actor_pids, last_json, raw_loader
 from tests.waiting import wait_for
 from vlm_stream.cli import main
 from vlm_stream.dispatch import builder_names
+from vlm_stream.dispatch.ray_cluster import find_keeper
 from vlm_stream.errors import ConfigError
 
 
@@ -24,7 +24,6 @@ def names(pool):
 
 def test_runs_of_a_named_pool_share_builders_and_batches(pool, nothing_is_late, toy_shards, capsys):
     expected = [batch["keys"] for batch in raw_loader(toy_shards)]
-    wait_for(lambda: all("built" in row for row in pool_rows(capsys)))
     before = sum(row["built"] for row in pool_rows(capsys))
     first, second = raw_loader(toy_shards, builders=pool), raw_loader(toy_shards, builders=pool)
     pairs = list(zip(first, second, strict=True))
@@ -37,14 +36,17 @@ def test_runs_of_a_named_pool_share_builders_and_batches(pool, nothing_is_late, 
 
 
 def pool_rows(capsys, name="test"):
-    capsys.readouterr()
-    assert main(["builders", "status", "--name", name, "--json"]) == 0
-    return last_json(capsys)["builders"]
+    """Return what the builders of a pool say of themselves, once all of them answer."""
+    rows = []
 
+    def all_answer():
+        capsys.readouterr()
+        assert main(["builders", "status", "--name", name, "--json"]) == 0
+        rows[:] = last_json(capsys)["builders"]
+        return all("built" in row for row in rows)
 
-def last_json(capsys):
-    """Return what a command printed last: Ray may have printed something before."""
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+    wait_for(all_answer)
+    return rows
 
 
 def test_a_pool_is_resized_shown_and_ended(cluster, capsys, monkeypatch):
@@ -54,11 +56,11 @@ def test_a_pool_is_resized_shown_and_ended(cluster, capsys, monkeypatch):
     assert "has 2 builders, 1 before" in capsys.readouterr().out
     first = names("other")
     assert main([*up, "1"]) == 0
-    assert len(names("other")) == 1
+    wait_for(lambda: len(names("other")) == 1)
     assert names("other") < first
     assert main([*up, "2", "--num-cpus", "0.25"]) == 0  # it asks something else
     wait_for(lambda: len(names("other")) == 2 and not names("other") & first)
-    wait_for(lambda: all("node" in row for row in pool_rows(capsys, "other")))
+    pool_rows(capsys, "other")
     assert main(["builders", "status", "--name", "other"]) == 0
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("built", "failed", "helped", "waited", "127.0.0.2"))
@@ -71,6 +73,7 @@ def test_a_pool_is_resized_shown_and_ended(cluster, capsys, monkeypatch):
     assert "no pool 'other'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_many_ranks_use_one_pool_and_none_is_forgotten(pool, nothing_is_late, toy_shards):
     ranks = [{"rank": rank, "world_size": 12, "epochs": 2} for rank in range(12)]
     expected = [[batch["keys"] for batch in raw_loader(toy_shards, **rank)] for rank in ranks]
@@ -81,11 +84,13 @@ def test_many_ranks_use_one_pool_and_none_is_forgotten(pool, nothing_is_late, to
 
 
 def keeper_pid(pool):
+    """Return the process of a pool's keeper; None: it does not answer."""
     import ray
 
-    from vlm_stream.dispatch.ray_cluster import find_keeper
-
-    return ray.get(find_keeper(ray, pool).pid.remote())
+    try:
+        return ray.get(find_keeper(ray, pool).pid.remote())
+    except (ray.exceptions.RayError, ConfigError):
+        return None
 
 
 def test_a_pool_outlives_its_keeper_and_runs_find_it_again(cluster, toy_shards, capsys):
@@ -94,7 +99,7 @@ def test_a_pool_outlives_its_keeper_and_runs_find_it_again(cluster, toy_shards, 
     assert main([*up, "--count", "2", "--min-count", "2", "--max-count", "3"]) == 0  # so that it does not shrink
     before, pid = names("kept"), keeper_pid("kept")
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: has_answer(keeper_pid, "kept") and keeper_pid("kept") != pid)
+    wait_for(lambda: keeper_pid("kept") not in (None, pid))
     assert names("kept") == before
     expected = [batch["keys"] for batch in raw_loader(toy_shards)]
     loader = raw_loader(toy_shards, builders={"pool": "kept", "local": 0})
@@ -111,13 +116,3 @@ def test_a_pool_outlives_its_keeper_and_runs_find_it_again(cluster, toy_shards, 
     assert main([*up, "--count", "9", "--max-count", "3"]) == 2
     assert "count is 9, which is not between min_count (9) and max_count (3)" in capsys.readouterr().err
     main(["builders", "down", "--name", "kept"])
-
-
-def has_answer(ask, *arguments):
-    """Tell whether an actor answers."""
-    import ray
-
-    try:
-        return ask(*arguments) is not None
-    except (ray.exceptions.RayError, ConfigError):
-        return False

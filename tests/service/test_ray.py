@@ -1,7 +1,6 @@
 """Builders on Ray: the same batches in the same order, whoever builds them and whatever is lost."""
 
 import itertools
-import json
 import os
 import queue
 import signal
@@ -14,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from tests.service.conftest import NODE, PACKED, actor_pids, raw_loader, same
+from tests.service.conftest import NODE, PACKED, actor_pids, last_json, raw_loader, same
 from tests.waiting import wait_for
 from vlm_stream import RayBuilders, StreamLoader
 from vlm_stream.cli import main
@@ -23,7 +22,9 @@ from vlm_stream.dispatch.pool import Finished
 from vlm_stream.testing import build_processor
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "llava_onevision"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("internvl", "llava_onevision"))]
+)
 def test_families_mixtures_and_pipelines_are_equal_to_the_bit(pool, toy_shards, image_shards, family):
     processor = build_processor(family)
     sources = {"a": {"url": str(toy_shards), "weight": 2}, "b": {"url": str(image_shards), "weight": 1}}
@@ -135,11 +136,6 @@ def test_peers_on_a_cluster_build_each_batch_once(cluster, nothing_is_late, toy_
         assert torch.equal(one["input_ids"], two["input_ids"])
     taken = first.metrics()["built_by_peers"] + second.metrics()["built_by_peers"]
     assert taken == len(expected)
-
-
-def last_json(capsys):
-    """Return what a command printed last: Ray may have printed something before."""
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_a_recipe_and_the_command_line_name_builders(pool, tmp_path, toy_shards, saved_processor, capsys):

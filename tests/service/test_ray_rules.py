@@ -12,14 +12,14 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
+from tests.service.conftest import raw_loader
 from tests.waiting import wait_for
 from vlm_stream import RayBuilders
-from vlm_stream.dispatch import RayPool, ray_builder, ray_guests, ray_keeper, ray_pool
-from vlm_stream.dispatch.ray_builder import Place, RayBuilder
-from vlm_stream.dispatch.ray_cluster import no_pool_error, say_error
-from vlm_stream.dispatch.ray_guests import Guests
-from vlm_stream.dispatch.shares import Shares
+from vlm_stream.dispatch import RayPool, ray_builder, ray_cluster, ray_keeper, ray_pool
+from vlm_stream.dispatch.ray_builder import Place, RayBuilder, Shares
+from vlm_stream.dispatch.ray_cluster import Guests, no_pool_error, say_error
 from vlm_stream.errors import WorkerError
+from vlm_stream.metrics import Meter
 
 
 def test_a_builder_is_found_once_until_it_is_lost_however_busy_its_run_is(monkeypatch):
@@ -29,9 +29,9 @@ def test_a_builder_is_found_once_until_it_is_lost_however_busy_its_run_is(monkey
         looks.append(pool)
         return ["builder:few:1:2"]
 
-    monkeypatch.setattr(ray_guests, "has_pool", lambda *_: True)
-    monkeypatch.setattr(ray_guests, "builder_names", names)
-    monkeypatch.setattr(ray_guests, "_LOOK_S", 0.01)
+    monkeypatch.setattr(ray_cluster, "has_pool", lambda *_: True)
+    monkeypatch.setattr(ray_cluster, "builder_names", names)
+    monkeypatch.setattr(ray_cluster, "_LOOK_S", 0.01)
     ray = SimpleNamespace(get_actor=lambda name, namespace: (namespace, name))
     guests = Guests(ray, "few", lambda name, actor: found.append((name, actor)), lambda: True)
     wait_for(lambda: len(looks) > 5)  # whoever was told of it has not taken it in
@@ -96,12 +96,42 @@ def test_a_builder_helps_only_where_another_one_has_the_batch():
     pool._report, pool._kill = lambda _event: None, lambda _remote: None
     pool._remotes = {number: ray_pool._Remote(None) for number in range(3)}
     pool._ask = lambda *call: asked.append((call[0], call[-1]))
-    pool.give(0, 5, None, {}, is_own=True)
-    pool.give(1, 5, None, {}, is_own=True)
-    pool.give(0, 6, None, {}, is_own=False)
+    pool.give(0, 5, None, {})
+    pool.give(1, 5, None, {})
+    pool.give(0, 6, None, {})
     pool._lose(0, "is gone")
-    pool.give(2, 6, None, {}, is_own=False)
+    pool.give(2, 6, None, {})
     assert asked == [(0, False), (1, True), (0, False), (2, False)]
+
+
+def test_what_builders_have_read_is_added_up_though_their_processes_have_one_number(toy_shards):
+    """Those of two machines may; so have two configs at one builder on Ray."""
+    stream, meter = raw_loader(toy_shards).stream, Meter()
+    plan = stream.plan()
+    wanted = 0
+    for planned in itertools.islice(plan.blueprints(stream.world), 2):
+        with plan.build.open() as builder:
+            delivery = builder.build(planned.blueprint)
+        meter.add(delivery)
+        wanted += delivery.reads.bytes_read
+    assert meter.numbers()["bytes_read"] == wanted > delivery.reads.bytes_read
+
+
+def test_builders_keep_what_they_free_unless_the_user_tunes_it():
+    asked = []
+
+    def options(**more):
+        asked.append(more["runtime_env"])
+        return SimpleNamespace(remote=lambda: None)
+
+    ray = SimpleNamespace(remote=lambda _kind: SimpleNamespace(options=options))
+    for environment in (None, {"pip": ["av"], "env_vars": {"A": "b"}}, {"env_vars": {"MALLOC_ARENA_MAX": "4"}}):
+        ray_cluster.start_builder(ray, RayBuilders(runtime_env=environment))
+    assert asked == [
+        {"env_vars": {"MALLOC_ARENA_MAX": "1"}},
+        {"pip": ["av"], "env_vars": {"MALLOC_ARENA_MAX": "1", "A": "b"}},
+        {"env_vars": {"MALLOC_ARENA_MAX": "4"}},
+    ]
 
 
 class Reading:

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from vlm_stream.dispatch import ray_board
 from vlm_stream.dispatch.pool import Joined, Lost
 from vlm_stream.dispatch.ray_board import BoardActor
+from vlm_stream.dispatch.ray_builder import Shares
 from vlm_stream.dispatch.ray_keeper import Load
 from vlm_stream.dispatch.ray_pool import owner_of
-from vlm_stream.dispatch.scaling import Scaler
 from vlm_stream.dispatch.schedule import Schedule
-from vlm_stream.dispatch.shares import Shares
-from vlm_stream.dispatch.team import Team
+from vlm_stream.dispatch.team import Scaler, Team
 
 
 class Trainer:
@@ -85,7 +84,7 @@ def test_builders_that_find_no_room_are_let_go_first():
         team.join(Joined(number))
     team.want(3)
     assert pool.stopped == [3, 4, 5]
-    assert (team.num_starting, team.num_usual) == (1, 3)
+    assert (len(team.starting), team.num_usual) == (1, 3)
     team.join(Joined(4))  # it had begun a moment before
     assert pool.stopped == [3, 4, 5, 4]
     assert not team.lose(Lost(4, "was let go", None, None))

@@ -4,12 +4,14 @@ import fcntl
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.service.conftest import PACKED, same
 from vlm_stream import StreamLoader
+from vlm_stream.dispatch import SharedPool, ShmBoard
 from vlm_stream.dispatch.pool import Finished
-from vlm_stream.dispatch.shared import ShmBoard
+from vlm_stream.errors import ConfigError
 
 
 def finished(value):
@@ -77,3 +79,12 @@ def test_a_failed_batch_is_given_back(tmp_path):
     assert boards[1].claim("a")
     for board in boards:
         board.close()
+
+
+def test_a_board_is_left_where_nobody_can_be_started(tmp_path):
+    def no_pool(_listener):
+        raise ConfigError("the config cannot be sent")
+
+    with pytest.raises(ConfigError):
+        SharedPool(no_pool, print, ShmBoard("group", 2, tmp_path))
+    assert not list(tmp_path.glob("*/*"))

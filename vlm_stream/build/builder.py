@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import uuid
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -128,6 +129,7 @@ class Builder:
                 pixels=bool(options.pixels),
                 text_key=config.text_key,
             )
+        self._reader_name = uuid.uuid4().hex
         self._reader = SpanReader(options.read(), options.store, have_answered=True)
 
     def __enter__(self) -> Builder:
@@ -199,7 +201,7 @@ class Builder:
             num_bytes=_num_bytes(batch),
             seconds={"fetch": fetched - begin, "encode": encoded - fetched, "collate": time.perf_counter() - encoded},
             reads=self._reader.metrics,
-            pid=os.getpid(),
+            reader=self._reader_name,
         )
 
     def build(self, blueprint: Blueprint) -> Delivery:

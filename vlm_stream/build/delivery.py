@@ -53,8 +53,8 @@ class Delivery:
     """Time spent waiting for bytes (`fetch`), in `encode` and in `collate`."""
     reads: ReadTotals
     """What the builder's reader has done since it began."""
-    pid: int
-    """The process that made it."""
+    reader: str
+    """Tells that reader from all others, on whichever machine."""
 
 
 def add_item_count(batch: dict[str, Any], step_labels: int | None, num_labels: int) -> None:

@@ -41,7 +41,6 @@ class CostModel:
     """Learns what batches take."""
 
     def __init__(self, weights: Mapping[str, Floats] = _GUESSES) -> None:
-        """Start with the guesses."""
         self._stages = {name: _Stage(guess) for name, guess in weights.items()}
         self.num_learned = 0
         """Batches that were taken in."""

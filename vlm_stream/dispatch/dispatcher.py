@@ -15,13 +15,11 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.dispatch.costs import CostModel
-from vlm_stream.dispatch.losses import Losses
 from vlm_stream.dispatch.pool import PEER, Failure, Finished, Joined, Lent, Lost
-from vlm_stream.dispatch.scaling import Scaler
 from vlm_stream.dispatch.schedule import Schedule
-from vlm_stream.dispatch.team import Team
+from vlm_stream.dispatch.team import Losses, Scaler, Team
 from vlm_stream.dispatch.values import DISPATCH_COUNTS
-from vlm_stream.dispatch.watchdog import SAY_S, no_start_error, say_what_is_waited_for
+from vlm_stream.dispatch.watchdog import SAY_S, say_what_is_waited_for
 from vlm_stream.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -51,13 +49,7 @@ class Dispatcher:
     def __init__(
         self, plan: Iterator[Planned], open_pool: Callable[[Listener], Pool], options: DispatchOptions
     ) -> None:
-        """Start to plan and to build.
-
-        Args:
-            plan: Pulled by a thread of the dispatcher, and by nobody else.
-            open_pool: Makes the pool, given whom it reports to.
-            options: How many builders, and how far ahead.
-        """
+        """Start to plan and to build; a thread pulls the plan, and nobody else does."""
         self._options = options
         self._schedule = Schedule(options.max_bytes)
         self._costs = CostModel()
@@ -89,7 +81,6 @@ class Dispatcher:
         self._planner.start()
 
     def __iter__(self) -> Dispatcher:
-        """Return itself."""
         return self
 
     def __next__(self) -> tuple[Planned, Delivery]:
@@ -124,31 +115,25 @@ class Dispatcher:
             self._team.want(num_workers)
 
     def num_ready(self) -> int:
-        """Return how many finished batches wait to be taken."""
         with self._changed:
             return self._schedule.num_ready
 
     def pids(self) -> list[int]:
-        """Return the process ids of the builders on this machine."""
         return self._pool.pids()
 
     def builders(self) -> list[dict[str, Any]]:
-        """Return what each builder has done so far, and where it is."""
         with self._changed:
             return self._team.rows()
 
     def costs(self) -> dict[str, Any]:
-        """Return what building costs, as it was learned so far."""
         with self._changed:
             return self._costs.to_dict()
 
     def counts(self) -> dict[str, int]:
-        """Return what has happened so far."""
         counts = (self.num_restarts, self.num_recycled, self._schedule.num_twice)
         return dict(zip(DISPATCH_COUNTS, (*counts, self._num_lent, self._num_failed, self._num_bytes), strict=True))
 
     def close(self) -> None:
-        """End planning and building."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -332,22 +317,12 @@ class Dispatcher:
                 self._move()
                 if (now := time.monotonic()) > say_at:
                     say_at += SAY_S
-                    logger.warning("%s", self._say_what_is_waited_for(now, now - begin))
+                    head = self._planned.get(self._schedule.head)
+                    limits = now, now - begin, self._options.hang_s
+                    logger.warning("%s", say_what_is_waited_for(self._schedule, self._team, head, *limits))
                 self._changed.wait(_CHECK_S)
         finally:
             self._schedule.is_waited_for = False
-
-    def _say_what_is_waited_for(self, now: float, seconds: float) -> str:
-        head = self._planned.get(self._schedule.head)
-        return say_what_is_waited_for(
-            self._schedule,
-            None if head is None else head.blueprint.name,
-            seconds,
-            now,
-            builders=list(self._team.active),
-            num_starting=self._team.num_starting,
-            hang_s=self._options.hang_s,
-        )
 
     def _move(self) -> None:
         for move in self._schedule.moves(time.monotonic()):
@@ -358,7 +333,7 @@ class Dispatcher:
                 self._team.active[move.late].num_hedged += 1
             blueprint = self._planned[move.number].blueprint
             skipped = self._losses.among(blueprint)
-            self._pool.give(move.builder, move.number, blueprint, skipped, is_own=move.is_own)
+            self._pool.give(move.builder, move.number, blueprint, skipped)
 
     def _look_for_hangs(self) -> None:
         now, hang_s = time.monotonic(), self._options.hang_s
@@ -376,11 +351,15 @@ class Dispatcher:
 
     def _look_for_late_starts(self, now: float, limit: float) -> None:
         """Replace processes that do not come; end the run where even their start does not return."""
-        late = {number: now - begun for number, begun in self._team.started_at.items() if now - begun > limit}
+        late = {number: now - begun for number, (_, begun) in self._team.starting.items() if now - begun > limit}
         for number, seconds in late.items():
             self._pool.stop(number, f"was not ready {seconds:.0f} s after its start")
         if late and max(late.values()) > limit + _START_S:
-            raise no_start_error(max(late.values()))
+            raise WorkerError(
+                f"no builder could be started in {max(late.values()):.0f} s, so the run ends here; its state is good. "
+                f"Look for what keeps processes from starting (memory, a stopped fork server, a file system that does "
+                f"not answer), or raise worker_timeout."
+            )
 
     def _raise_or_stop(self) -> None:
         if self._is_closed:

@@ -112,12 +112,10 @@ class Pool(Protocol):
     def grow(self, *, is_reserve: bool = False) -> int:
         """Start one more builder; return its number. `Joined` follows, or `Lost`."""
 
-    def give(
-        self, builder: int, number: int, blueprint: Blueprint, skipped: Mapping[SampleRef, str], *, is_own: bool = True
-    ) -> None:
+    def give(self, builder: int, number: int, blueprint: Blueprint, skipped: Mapping[SampleRef, str]) -> None:
         """Let a builder build a batch after those that it has; `Finished` follows. `skipped` samples are left out.
 
-        A batch that is not its own may be taken from another loader that builds it (`Lent`).
+        A batch that another loader builds may be taken from there (`Lent`); given again, it is built here.
         """
 
     def drop(self, builder: int, number: int) -> None:

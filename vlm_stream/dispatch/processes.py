@@ -25,6 +25,7 @@ import queue
 import signal
 import threading
 import weakref
+import zlib
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vlm_stream.blueprint import Blueprint, SampleRef
-    from vlm_stream.build import BuildConfig
+    from vlm_stream.build import BuildConfig, Builder, Watch
     from vlm_stream.dispatch.pool import Kind, Listener, Noted
 
 _JOIN_S: Final = 5.0
@@ -91,43 +92,25 @@ class ProcessPool:
             prepare_folder()
 
     def grow(self, *, is_reserve: bool = False) -> int:
-        """Start one more builder."""
         number = next(self._numbers)
         self._starts.put((number, "reserve" if is_reserve else "usual"))
         return number
 
-    def give(
-        self,
-        builder: int,
-        number: int,
-        blueprint: Blueprint,
-        skipped: Mapping[SampleRef, str],
-        *,
-        is_own: bool = True,  # noqa: ARG002 - `shared.py` asks who builds it
-    ) -> None:
-        """Let a builder build a batch."""
+    def give(self, builder: int, number: int, blueprint: Blueprint, skipped: Mapping[SampleRef, str]) -> None:
         self._tell(builder, "build", number, blueprint, skipped)
 
     def drop(self, builder: int, number: int) -> None:
-        """Let a builder forget a batch that it has not begun."""
         self._tell(builder, "drop", number)
 
     def stop(self, builder: int, why: str = "") -> None:
-        """End a builder, by force where it hangs."""
         worker = self._workers.get(builder)
         if worker is not None:
             worker.end(why)
 
     def pids(self) -> list[int]:
-        """Return the process ids."""
         return [worker.process.pid for worker in list(self._workers.values()) if worker.is_alive]
 
-    def has(self, builder: int) -> bool:
-        """Tell whether this is one of its processes."""
-        return builder in self._workers
-
     def close(self) -> None:
-        """End all processes."""
         self._is_closed = True
         self._starts.put(None)
         self._starter.join(_JOIN_S)
@@ -200,7 +183,6 @@ class _Worker:
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._write, self._read)]
 
     def listen(self) -> None:
-        """Begin to report what it says."""
         for thread in self._threads:
             thread.start()
 
@@ -293,6 +275,31 @@ def _pickled(config: BuildConfig) -> bytes:
             f"define collate_fn at the top level of a module, give the processor by its name, or use "
             f"start_method='fork' or num_workers=0"
         ) from error
+
+
+class _Carried:
+    """A config that only Ray's own pickle can take apart: functions of scripts and notebooks.
+
+    Compressed, because of a config that names `__main__` a process would run the script once more.
+    """
+
+    def __init__(self, config: BuildConfig, pickled: bytes) -> None:
+        self._data, self._modules = zlib.compress(pickled), config.modules()
+
+    def open(self, watch: Watch | None = None) -> Builder:
+        builder: Builder = pickle.loads(zlib.decompress(self._data)).open(watch)  # noqa: S301 - the trainer's bytes
+        return builder
+
+    def modules(self) -> list[str]:
+        return [name for name in self._modules if name != "__main__"]
+
+
+def for_processes(config: BuildConfig, pickled: bytes) -> Any:
+    """Return a config as processes of this machine can load it; `pickled` is what builders on Ray get."""
+    with contextlib.suppress(Exception):  # a class may fail in any way when it is taken apart
+        if b"__main__" not in pickle.dumps(config):
+            return config
+    return _Carried(config, pickled)
 
 
 def _preload(modules: list[str]) -> None:

@@ -70,7 +70,6 @@ class BoardActor:
         return True
 
     async def beat(self, member: str) -> None:
-        """Note that a loader lives."""
         self._heard_at[member] = time.monotonic()
 
     async def leave(self, member: str) -> None:
@@ -89,7 +88,6 @@ class BoardActor:
         self._remove_old()
 
     async def release(self, key: str) -> None:
-        """Forget a claim."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             entry.is_over.set()
@@ -196,7 +194,6 @@ class RayBoard:
         self._actor.post.remote(key, self._member, [ref], result.num_bytes)
 
     def release(self, key: str) -> None:
-        """Give a claim back."""
         self._claims.discard(key)
         if self._is_connected():
             self._actor.release.remote(key)

@@ -2,7 +2,7 @@
 
 Enters: the config of each run that uses it, then blueprints. Leaves: parcels, which Ray keeps in its object store and
 the trainer reads in place. The event loop listens and begins to fetch; one thread builds. Several runs may use one
-builder, in turns by their shares (`shares.py`); each rank of a run counts as one here, and those with the same config
+builder, in turns by their shares; each rank of a run counts as one here, and those with the same config
 have one processor. A builder keeps nothing that matters: when it is lost, its blueprints are given to others.
 """
 
@@ -13,12 +13,12 @@ import os
 import pickle
 import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from vlm_stream.allocator import keep_freed_memory, resident_bytes
 from vlm_stream.dispatch.parcel import pack
-from vlm_stream.dispatch.shares import Shares
 from vlm_stream.dispatch.worker import describe
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from vlm_stream.blueprint import Blueprint, SampleRef
     from vlm_stream.build import Builder
+
+Job = TypeVar("Job")
 
 _IDLE_S: Final = 1800.0
 """A run that has wanted nothing for so long may be dead, and is forgotten; a trainer that lives opens it again."""
@@ -58,11 +60,65 @@ class _Job:
     future: asyncio.Future[Any]
 
 
+@dataclass(slots=True, eq=False)
+class _Queue(Generic[Job]):
+    share: float
+    spent_s: float = 0.0
+    """Divided by its share."""
+    jobs: OrderedDict[int, Job] = field(default_factory=OrderedDict)
+
+
+class Shares(Generic[Job]):
+    """Jobs that wait, by run: at a builder that several runs use each gets its time by its share.
+
+    It has no clock and no threads.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[str, _Queue[Job]] = {}
+        self._spent_s = 0.0
+        """Of the run whose job was taken last: what others have had while a run wanted nothing is not owed to it."""
+
+    def __len__(self) -> int:
+        return sum(len(queue.jobs) for queue in self._queues.values())
+
+    def add(self, run: str, share: float) -> None:
+        """Let a run have jobs, or give one that has them another share."""
+        self._queues.setdefault(run, _Queue(share)).share = share
+
+    def remove(self, run: str) -> list[Job]:
+        queue = self._queues.pop(run, None)
+        return [] if queue is None else list(queue.jobs.values())
+
+    def put(self, run: str, ticket: int, job: Job) -> None:
+        queue = self._queues[run]
+        if not queue.jobs:
+            queue.spent_s = max(queue.spent_s, self._spent_s)
+        queue.jobs[ticket] = job
+
+    def drop(self, run: str, ticket: int) -> Job | None:
+        queue = self._queues.get(run)
+        return None if queue is None else queue.jobs.pop(ticket, None)
+
+    def take(self) -> tuple[str, Job]:
+        """Return the next job, and whose it is: of the run that has had the least of its share."""
+        waiting = ((queue.spent_s, run) for run, queue in self._queues.items() if queue.jobs)
+        self._spent_s, run = min(waiting)
+        return run, self._queues[run].jobs.popitem(last=False)[1]
+
+    def spend(self, run: str, seconds: float) -> None:
+        if run in self._queues:
+            queue = self._queues[run]
+            queue.spent_s += seconds / queue.share
+
+    def waits(self, run: str) -> bool:
+        return run in self._queues and bool(self._queues[run].jobs)
+
+
 class RayBuilder:
     """Builds for one or more runs; Ray makes an actor of it."""
 
     def __init__(self) -> None:
-        """Start the thread that builds."""
         self._builders: dict[str, asyncio.Future[Builder]] = {}
         """By their configs: ranks of one run have one, as long as one of them is known."""
         self._runs: dict[str, _Run] = {}
@@ -136,7 +192,6 @@ class RayBuilder:
             job.future.set_result(None)
 
     async def close(self, run: str) -> None:
-        """Forget a run."""
         with self._changed:
             closed = self._runs.pop(run, None)
             gone = self._jobs.remove(run)

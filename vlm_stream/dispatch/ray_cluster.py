@@ -6,9 +6,11 @@ wants to know which builders there are asks the cluster for their names.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import socket
+import threading
 import uuid
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,11 +18,17 @@ from vlm_stream.dispatch.ray_builder import RayBuilder
 from vlm_stream.errors import ConfigError, hide_secrets, require
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vlm_stream.loader_options import RayBuilders
+
+logger = logging.getLogger(__name__)
 
 NAMESPACE: Final = "vlm_stream"
 """Of the names of actors."""
 _KNOCK_S: Final = 5.0
+_LOOK_S: Final = 2.0
+"""How often the cluster is asked for the builders of a named pool."""
 CALLS: Final = 20_000
 """That a builder or a board answers at a time: each batch that waits is one, at a builder also each rank."""
 
@@ -97,11 +105,16 @@ def _check_address(address: str | None, here: str) -> None:
 
 
 def start_builder(ray: Any, options: RayBuilders, **more: Any) -> Any:
-    """Start an actor and return its handle; it exists once Ray has found room for it."""
+    """Start an actor and return its handle; it exists once Ray has found room for it.
+
+    Its memory is one arena of glibc's: from any other, large blocks go back to the system when they are freed, whatever
+    `keep_freed_memory` says, and the thread that builds is not the main one.
+    """
+    asked = options.runtime_env or {}
     actor = ray.remote(RayBuilder).options(
         num_cpus=options.num_cpus,
         resources=options.resources or None,
-        runtime_env=options.runtime_env,
+        runtime_env={**asked, "env_vars": {"MALLOC_ARENA_MAX": "1"} | asked.get("env_vars", {})},
         max_concurrency=CALLS,
         namespace=NAMESPACE,
         **more,
@@ -153,3 +166,62 @@ def find_keeper(ray: Any, pool: str) -> Any:
         return ray.get_actor(keeper_name(pool), namespace=NAMESPACE)
     except ValueError as error:
         raise no_pool_error(pool) from error
+
+
+class Guests:
+    """Looks for the builders of a named pool, in a thread of its own: they come and go, and may be started again.
+
+    One that was lost is new when it is found again.
+    """
+
+    def __init__(
+        self, ray: Any, pool: str, found: Callable[[str, Any], None], is_connected: Callable[[], bool]
+    ) -> None:
+        """Begin to look; `found` is told the name and the handle of each builder.
+
+        Raises:
+            ConfigError: There is no such pool.
+        """
+        if not has_pool(ray, pool):
+            raise no_pool_error(pool)
+        self._ray, self._pool, self._found, self._is_connected = ray, pool, found, is_connected
+        self._known: set[str] = set()
+        """From when they are found until they are lost: whoever takes them in may be busy for long."""
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="vlm-stream-guests", daemon=True)
+        self._thread.start()
+
+    def lose(self, name: str) -> None:
+        self._known.discard(name)
+
+    def close(self) -> None:
+        self._is_closed.set()
+
+    def join(self) -> None:
+        self._thread.join(_LOOK_S + 1)
+
+    def _follow(self) -> None:
+        said = ""
+        while not self._is_closed.is_set() and self._is_connected():
+            try:
+                problem = self._look()
+            except Exception as error:
+                problem = f"cannot be asked for ({say_error(error)})"
+            if problem and problem != said and self._is_connected():
+                logger.warning(
+                    "the pool '%s' %s, so this run waits for builders there; see: vlm-stream builders status --name %s",
+                    self._pool,
+                    problem,
+                    self._pool,
+                )
+            said = problem
+            self._is_closed.wait(_LOOK_S)
+
+    def _look(self) -> str:
+        names = builder_names(self._ray, self._pool)
+        for name in set(names) - self._known:
+            with contextlib.suppress(ValueError):  # it is gone
+                actor = self._ray.get_actor(name, namespace=NAMESPACE)
+                self._known.add(name)
+                self._found(name, actor)
+        return "" if names else "has no builders"

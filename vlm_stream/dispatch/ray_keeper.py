@@ -52,7 +52,6 @@ class Load:
     """How busy the builders of a pool are, and so how many there should be; it has no clock."""
 
     def __init__(self, least: int, most: int) -> None:
-        """Stay between `least` and `most` builders."""
         self._least, self._most = least, most
         self._seen: dict[str, tuple[float, float]] = {}
         self._num_quiet = 0
@@ -89,7 +88,6 @@ class KeeperActor:
             threading.Thread(target=self._follow_load, args=(Load(*limits),), daemon=True).start()
 
     def pid(self) -> int:
-        """Return its process."""
         return os.getpid()
 
     def resize(self, count: int) -> None:

@@ -19,12 +19,10 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.dispatch.carried import for_processes
 from vlm_stream.dispatch.parcel import unpack
 from vlm_stream.dispatch.pool import Failure, Finished, Joined, Lost
-from vlm_stream.dispatch.processes import ProcessPool
-from vlm_stream.dispatch.ray_cluster import connect, say_error, session, start_builder
-from vlm_stream.dispatch.ray_guests import Guests
+from vlm_stream.dispatch.processes import ProcessPool, for_processes
+from vlm_stream.dispatch.ray_cluster import Guests, connect, say_error, session, start_builder
 from vlm_stream.errors import ConfigError, WorkerError, hide_secrets
 
 if TYPE_CHECKING:
@@ -86,13 +84,8 @@ class RayPool:
     ) -> None:
         """Connect; builders are asked for by `grow`, or come from the named pool.
 
-        Args:
-            config: What to build by.
-            listener: Is told what happens, from a thread of the pool.
-            options: Which builders.
-            is_shared: Whether other loaders may read the same results: this one then copies, so that its trainer may
-                write.
-            num_ranks: Of this run, which have its share of a named pool together.
+        Where others may read the same results (`is_shared`), this loader copies, so that its trainer may write. The
+        ranks of a run have its share of a named pool together.
 
         Raises:
             ConfigError: There is no such cluster or pool, or the config cannot be sent.
@@ -121,11 +114,9 @@ class RayPool:
                 f"{error}); give the processor by its name, and a collate_fn that holds nothing of this process"
             ) from error
         self._reserves: set[int] = set()
-        self._local = (
-            ProcessPool(for_processes(config, pickled), self._on_local_event, numbers=self._numbers)
-            if options.local
-            else None
-        )
+        self._local: ProcessPool | None = None
+        if options.local:
+            self._local = ProcessPool(for_processes(config, pickled), self._on_local_event, numbers=self._numbers)
         self._nodes: tuple[str, ...] = ()
         self.nearness: Callable[[int, Blueprint], float] | None = (
             self._nearness if config.options.cache_dir is not None else None
@@ -138,7 +129,6 @@ class RayPool:
     # What a dispatcher asks -------------------------------------------------------------------------------------------
 
     def grow(self, *, is_reserve: bool = False) -> int:
-        """Start one more actor, or a process of this machine."""
         if is_reserve and self._local is not None:
             number = self._local.grow(is_reserve=True)
             self._reserves.add(number)
@@ -150,16 +140,7 @@ class RayPool:
         timer.start()
         return number
 
-    def give(
-        self,
-        builder: int,
-        number: int,
-        blueprint: Blueprint,
-        skipped: Mapping[SampleRef, str],
-        *,
-        is_own: bool = True,  # noqa: ARG002 - `shared.py` asks who builds it
-    ) -> None:
-        """Let a builder build a batch."""
+    def give(self, builder: int, number: int, blueprint: Blueprint, skipped: Mapping[SampleRef, str]) -> None:
         if self._local is not None and builder in self._reserves:
             self._local.give(builder, number, blueprint, skipped)
         elif (remote := self._remotes.get(builder)) is not None:
@@ -169,7 +150,6 @@ class RayPool:
             self._when_done(ref, functools.partial(self._on_built, builder, number, ref))
 
     def drop(self, builder: int, number: int) -> None:
-        """Let a builder forget a batch that it has not begun."""
         if self._local is not None and builder in self._reserves:
             self._local.drop(builder, number)
         elif (remote := self._remotes.get(builder)) is not None and number in remote.tickets:
@@ -195,7 +175,6 @@ class RayPool:
         return [] if self._local is None else self._local.pids()
 
     def close(self) -> None:
-        """End the actors of this run and the reserve."""
         self._is_closed.set()
         self._inbox.put(None)
         if self._guests is not None:

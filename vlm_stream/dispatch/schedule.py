@@ -19,9 +19,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.dispatch.lateness import Lateness, Limit
-from vlm_stream.dispatch.values import Move, QueuedBatch, ScheduledBuilder
-from vlm_stream.dispatch.waiting import Waiting
+from vlm_stream.dispatch.values import Lateness, Limit, Move, QueuedBatch, ScheduledBuilder, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,11 +88,9 @@ class Schedule:
         return batch.number
 
     def add_builder(self, builder: int, *, is_reserve: bool = False) -> None:
-        """Let a builder be given batches."""
         self._builders[builder] = ScheduledBuilder(is_reserve=is_reserve)
 
     def retire_builder(self, builder: int) -> None:
-        """Give it no more."""
         self._builders[builder].is_retiring = True
 
     def remove_builder(self, builder: int) -> None:
@@ -127,19 +123,13 @@ class Schedule:
         """Note that a batch which was lent does not come: it is built here."""
         batch = self._batches.get(number)
         if batch is not None and not batch.is_done and batch.lent_at is not None:
-            batch.lent_at, batch.is_own = None, True
+            batch.lent_at = None
             self._put_back(batch)
 
     def finish(self, builder: int, number: int, now: float, *, result: Any, num_bytes: int, fetch_share: float) -> bool:
         """Note a result; tell whether it is the first of its batch.
 
-        Args:
-            builder: Who built it.
-            number: Which batch.
-            now: The time.
-            result: Kept until it is taken.
-            num_bytes: Its memory.
-            fetch_share: How much of its time the builder waited for bytes: long queues hide that.
+        `fetch_share` is how much of its time the builder waited for bytes: long queues hide that.
         """
         worker = self._builders.get(builder)
         if worker is not None:
@@ -174,7 +164,6 @@ class Schedule:
         return batch.result
 
     def clear(self) -> None:
-        """Forget what was not taken."""
         self._batches.clear()
         self._builders.clear()
 
@@ -188,12 +177,10 @@ class Schedule:
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether all planned batches were taken."""
         return not self._batches
 
     @property
     def num_ready(self) -> int:
-        """Return how many finished batches wait."""
         return sum(batch.is_done for batch in self._batches.values())
 
     @property
@@ -338,7 +325,7 @@ class Schedule:
         late = batch.builders[0] if batch.builders else None
         self.num_twice += late is not None
         batch.builders.append(number)
-        return Move(number, batch.number, is_own=batch.is_own or late is not None, late=late)
+        return Move(number, batch.number, late=late)
 
     def _release(self, batch: QueuedBatch, builder: int) -> None:
         """Note that a builder no longer has a batch."""

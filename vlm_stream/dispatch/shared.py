@@ -77,36 +77,36 @@ class SharedPool:
     def __init__(self, open_pool: Callable[[Listener], Pool], listener: Listener, board: Board) -> None:
         """Stand before the pool that `open_pool` makes."""
         self._listener, self._board = listener, board
-        self._keys: dict[int, str] = {}
+        self._keys: dict[int | None, str] = {}
         """Of the batches that this loader builds, by number."""
         self._lent: dict[int, str] = {}
+        self._refused: set[int | None] = set()
+        """Those that others had claimed: given again they are built here, for they were late or did not come."""
         self._has_warned = False
         self._inbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self._pool = open_pool(self._on_event)
+        try:
+            self._pool = open_pool(self._on_event)
+        except BaseException:
+            board.close()
+            raise
         self.nearness = self._pool.nearness
         self._thread = threading.Thread(target=self._run, name="vlm-stream-shared", daemon=True)
         self._thread.start()
 
     def grow(self, *, is_reserve: bool = False) -> int:
-        """Start one more builder."""
         return self._pool.grow(is_reserve=is_reserve)
 
-    def give(
-        self, builder: int, number: int, blueprint: Blueprint, skipped: Mapping[SampleRef, str], *, is_own: bool = True
-    ) -> None:
+    def give(self, builder: int, number: int, blueprint: Blueprint, skipped: Mapping[SampleRef, str]) -> None:
         """Let a builder build a batch, unless another loader does."""
-        self._inbox.put((builder, number, blueprint, skipped, is_own))
+        self._inbox.put((builder, number, blueprint, skipped))
 
     def drop(self, builder: int, number: int) -> None:
-        """Let a builder forget a batch that it has not begun."""
         self._inbox.put((builder, number))
 
     def stop(self, builder: int, why: str = "") -> None:
-        """End a builder."""
         self._pool.stop(builder, why)
 
     def pids(self) -> list[int]:
-        """Return the process ids of the builders here."""
         return self._pool.pids()
 
     def close(self) -> None:
@@ -117,8 +117,8 @@ class SharedPool:
         self._ask(self._board.close, None)
 
     def _on_event(self, event: Event) -> None:
-        key = self._keys.pop(event.number, None) if isinstance(event, Finished) and event.number is not None else None
-        if key is not None and isinstance(event, Finished):
+        if isinstance(event, Finished) and (key := self._keys.pop(event.number, None)) is not None:
+            self._refused.discard(event.number)
             is_posted = not isinstance(event.result, Failure) and self._ask(lambda: self._post(key, event), False)
             if not is_posted:
                 self._ask(lambda: self._board.release(key), None)
@@ -157,16 +157,16 @@ class SharedPool:
             else:
                 self._give(*message)
 
-    def _give(
-        self, builder: int, number: int, blueprint: Blueprint, skipped: Mapping[SampleRef, str], is_own: bool
-    ) -> None:
+    def _give(self, builder: int, number: int, blueprint: Blueprint, skipped: Mapping[SampleRef, str]) -> None:
         key = _key_of(blueprint.name)
         self._lent.pop(number, None)
-        if is_own or number in self._keys or self._ask(lambda: self._board.claim(key), True):
+        is_own = number in self._keys or number in self._refused
+        if is_own or self._ask(lambda: self._board.claim(key), True):
             self._keys[number] = key
-            self._pool.give(builder, number, blueprint, skipped, is_own=is_own)
+            self._pool.give(builder, number, blueprint, skipped)
             return
         self._lent[number] = key
+        self._refused.add(number)
         self._listener(Lent(builder, number))
 
     def _look(self) -> None:
@@ -176,6 +176,8 @@ class SharedPool:
             if found == "wait":
                 continue
             del self._lent[number]
+            if not isinstance(found, str):
+                self._refused.discard(number)
             self._listener(Unlent(number) if isinstance(found, str) else Finished(PEER, number, found, 0))
 
 
@@ -240,7 +242,6 @@ class ShmBoard:
         self.release(key)
 
     def release(self, key: str) -> None:
-        """Unlock the claim."""
         with self._guard:
             claim = self._claims.pop(key, None)
         if claim is not None:

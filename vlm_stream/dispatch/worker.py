@@ -24,7 +24,7 @@ from vlm_stream.allocator import keep_freed_memory, resident_bytes
 from vlm_stream.blocks import BlockPool, offer_blocks
 from vlm_stream.dispatch.confinement import confine
 from vlm_stream.dispatch.pool import Failure, Noted
-from vlm_stream.dispatch.stacks import offer_stacks
+from vlm_stream.dispatch.watchdog import offer_stacks
 from vlm_stream.errors import ConfigError, WorkerError, hide_secrets
 from vlm_stream.lifetimes import die_with_parent
 
@@ -175,7 +175,6 @@ class _Link:
         return message
 
     def wait(self) -> None:
-        """Listen until the parent has gone."""
         while True:
             self.next()
 
