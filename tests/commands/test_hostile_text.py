@@ -56,7 +56,8 @@ def test_a_bad_sample_with_a_hostile_name(
 ) -> None:
     """A key with the end of a markup that has not begun, and with what clears a screen."""
     monkeypatch.chdir(tmp_path)
-    members = {"bad\x1b[2J[/red]": b"no image"} | {f"good{number}": make_jpeg(40, 60) for number in range(6)}
+    whole = make_jpeg(200, 200)
+    members = {"bad\x1b[2J[/red]": whole[: len(whole) // 2]} | {f"good{number}": whole for number in range(6)}
     with tarfile.open("x.tar", "w") as tar:
         for key, image in members.items():
             for name, data in ((f"{key}.jpg", image), (f"{key}.txt", b"A picture of something.")):
