@@ -24,7 +24,7 @@ class Datasets:
 
     def __init__(self, sources: Sequence[SourceOptions], options: StreamOptions, need: Need = "members") -> None:
         """Read the manifests; tars without one are indexed for what their samples are needed for."""
-        cache = IndexCache(options.index_bytes)
+        self.cache = cache = IndexCache(options.index_bytes)
         self.lock = threading.Lock()
         """One thread at a time reads indexes: that of a running plan, or one that counts batches."""
         self._told_text: set[str] = set()

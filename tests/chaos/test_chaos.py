@@ -12,8 +12,7 @@ from tests.chaos.__main__ import markdown, together
 from vlm_stream.chaos import ChaosOptions, Report, Row, run_chaos
 from vlm_stream.chaos.checker import Checker, OrderError, digest_of
 from vlm_stream.chaos.crew import EndedError, HangError
-from vlm_stream.chaos.data_faults import DATA_KINDS
-from vlm_stream.chaos.faults import PROCESS_KINDS
+from vlm_stream.chaos.faults import DATA_KINDS, PROCESS_KINDS
 from vlm_stream.chaos.run import choose_kind, may_end
 from vlm_stream.chaos.stage import Stage
 from vlm_stream.chaos.trainer import Arrival, Failed

@@ -73,7 +73,7 @@ def test_the_sentence_of_every_error_that_is_made_is_on_the_page() -> None:
 @pytest.mark.parametrize(
     ("file", "part"),
     [
-        ("view/walk.py", "there is no step {number} in this plan"),
+        ("view/steps.py", "there is no step {number} in this plan"),
         ("sources/local_file.py", "cannot be opened ({error.strerror or error})"),
         ("state.py", "the state is damaged ({what}), so its place"),
         ("sources/forms.py", "which is no known form, so nothing can be learned"),

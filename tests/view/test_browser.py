@@ -317,8 +317,8 @@ def test_samples_show_their_media(browser, server, tmp_path, data):
         tab.open(f"/find?key={catalog.draw([picture])[0].key}")
         tab.shot("sample.jpg", 900)
         tab.page.locator("details.by-token summary").click()
-        tab.page.locator("details.by-token").evaluate("part => part.scrollIntoView()")
-        tab.shot("tokens.jpg", 480)
+        tab.page.locator("h2", has_text="What the model reads").evaluate("part => part.scrollIntoView()")
+        tab.shot("tokens.jpg", 600)
     with Tab(browser, server.url, scheme="dark") as tab:
         tab.open(f"/find?key={longest_clip(catalog)}")
         tab.page.wait_for_function(LOADED, timeout=15_000)

@@ -1,14 +1,20 @@
 """Pages of samples by the index: every sample once, in both directions, under any filter."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 
 from tests.view.conftest import open_viewer
 from vlm_stream.errors import InputError
+from vlm_stream.format import dataset as dataset_module
+from vlm_stream.view import catalog as catalog_module
 from vlm_stream.view.catalog import Name
 from vlm_stream.view.facts import KINDS, Query
+from vlm_stream.view.server import make_app
 
 
 def all_refs(catalog, query):
@@ -69,11 +75,13 @@ def test_pages_forwards_and_backwards_are_all_samples_that_match(viewer, query, 
         assert catalog.count(query) == len(wanted)
 
 
-def test_a_search_that_runs_out_of_time_goes_on_where_it_stopped(viewer):
+def test_a_search_that_runs_out_of_time_goes_on_where_it_stopped(viewer, monkeypatch):
+    monkeypatch.setattr(catalog_module, "_MAX_LOOKED", 1)
     catalog, query = viewer.catalog, Query(text="river")
     found, at, cuts = [], 0, 0
     while at is not None:
-        page = catalog.page(query, at, 48, max_looked=1)
+        page = catalog.page(query, at, 48)
+        assert page.texts.keys() == set(page.refs)
         cuts += page.is_cut
         found += page.refs
         at = page.after
@@ -122,3 +130,26 @@ def test_only_the_bytes_of_a_member_are_read(viewer):
     assert catalog.read_member(drawn, name, 10, 30) == whole[10:30]
     with pytest.raises(InputError, match="has no member 'x'"):
         catalog.read_member(drawn, "x")
+
+
+def test_an_index_is_decoded_once_for_all_plans_and_pages(mixed_shards, monkeypatch):
+    decoded = Counter()
+
+    def count(index, store, entry, **more):
+        decoded[entry.name] += 1
+        return open_index(index, store, entry, **more)
+
+    def fail(*_args, **_more):
+        raise AssertionError("a part of an index was decoded beside the whole")
+
+    open_index = dataset_module.open_index
+    monkeypatch.setattr(dataset_module, "open_index", count)
+    monkeypatch.setattr(dataset_module, "decode_media", fail)
+    viewer = open_viewer(mixed_shards)
+    client = TestClient(make_app(viewer))
+    for path in ("/dataset", "/step", "/step?window=8&rank=0", "/compare?window_b=16&world_b=2", "/dataset?kind=video"):
+        assert client.get(path).status_code == 200
+    viewer.catalog._scan.join(240)
+    viewer.close()
+    assert set(decoded.values()) == {1}
+    assert len(decoded) == len(viewer.catalog.scanned_shards)

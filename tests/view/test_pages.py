@@ -218,6 +218,19 @@ def test_a_page_that_takes_long_comes_by_itself(mixed_shards, path, monkeypatch)
     assert viewer._pending == {}
 
 
+def test_a_page_that_nobody_came_back_for_is_made_anew(mixed_shards, monkeypatch):
+    viewer = open_viewer(mixed_shards)
+    viewer.patience_s = 0.0
+    made, done = iter("ab"), threading.Event()
+    assert viewer.soon("run", lambda: (done.wait(60), next(made))[1]) is None
+    done.set()
+    viewer._pending["run"][1].result(240)
+    monkeypatch.setattr(viewer_module, "_AGAIN_S", -1.0)  # it is old
+    viewer.patience_s = 240.0
+    assert viewer.soon("run", lambda: next(made)) == "b"
+    viewer.close()
+
+
 def test_two_plans_are_compared_in_pictures(client):
     page = page_of(client, "/compare?pack_size_b=2048&world_a=2&world_b=2")
     text = " ".join(page.words)
@@ -348,6 +361,7 @@ def test_an_error_of_ours_is_a_page_too(viewer, client, monkeypatch, caplog):
     ref = viewer.catalog.page(Query(kind="image"), 0, 1).refs[0]
     answer = client.get(sample_link(viewer, ref).replace("/sample", "/picture") + "&number=7")
     assert (answer.status_code, answer.content[:2]) == (200, b"\xff\xd8")
+    assert answer.headers["cache-control"] == "no-store"
 
 
 def test_a_rank_that_is_not_there_is_said(client):

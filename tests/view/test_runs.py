@@ -113,9 +113,9 @@ def test_a_loader_that_goes_on_with_other_ranks_is_followed(
 def test_states_of_a_long_run_are_cursors_on_its_way(
     mixed_shards: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vlm_stream.view import walk as walk_module
+    from vlm_stream.view import steps as steps_module
 
-    monkeypatch.setattr(walk_module, "_FOLLOWED", 3)
+    monkeypatch.setattr(steps_module, "_FOLLOWED", 3)
     viewer = open_viewer(mixed_shards, options=StreamOptions(**PLAN))
     viewer.book.follow(None, 0)
     viewer.book.follow(RunState.from_dict(state).plan, 0)

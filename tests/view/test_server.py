@@ -4,6 +4,7 @@ import json
 import shutil
 import socket
 import subprocess
+import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,8 @@ from vlm_stream.errors import ConfigError
 from vlm_stream.options import StreamOptions
 from vlm_stream.storage import open_store
 from vlm_stream.testing import make_mp4
-from vlm_stream.view import ViewServer, server, walk
+from vlm_stream.view import ViewServer, routes, server
+from vlm_stream.view import viewer as viewer_module
 from vlm_stream.view.facts import Query
 from vlm_stream.view.html import url
 from vlm_stream.view.server import make_app
@@ -163,19 +165,36 @@ def test_in_a_trainer_nothing_is_read_before_somebody_looks(mixed_shards, proces
         viewer = running.viewer
         assert viewer.catalog._scan is None
         assert viewer.book.run_walk()._walker is None
-        assert viewer.catalog.share == viewer.book.run_walk()._share == 0.1
+        assert viewer.pace.share == 0.1
         TestClient(make_app(viewer)).get("/dataset")
         assert viewer.catalog._scan is not None
 
 
 def test_a_thread_in_the_background_rests_as_long_as_its_share_says(monkeypatch):
     slept = []
-    monkeypatch.setattr(walk.time, "sleep", slept.append)
-    monkeypatch.setattr(walk.time, "monotonic", lambda: 10.02)
-    walk.rest(10.0, 0.1)
-    walk.rest(0.0, 0.1)  # bounded
-    walk.rest(0.0, 1.0)  # all of it
+    monkeypatch.setattr(viewer_module.time, "sleep", slept.append)
+    monkeypatch.setattr(viewer_module.time, "monotonic", lambda: 10.02)
+    viewer_module.Pace(0.1).rest(10.0)
+    viewer_module.Pace(0.1).rest(0.0)  # bounded
+    viewer_module.Pace().rest(0.0)  # all of it
     assert slept == [pytest.approx(0.18), 1.0]
+
+
+def test_a_thread_in_the_background_waits_for_the_page_that_is_made(viewer, monkeypatch):
+    monkeypatch.setattr(viewer_module, "_MAX_REST", 240.0)
+    rested, seen = threading.Event(), []
+    resting = threading.Thread(target=lambda: (viewer.pace.rest(0.0), rested.set()), daemon=True)
+
+    def overview(_viewer, _values):
+        resting.start()
+        seen.append(rested.wait(0.2))
+        return ""
+
+    monkeypatch.setitem(routes.PAGES, "/run/now", overview)
+    assert TestClient(make_app(viewer)).get("/run/now").status_code == 200
+    resting.join(240)
+    assert seen == [False]
+    assert rested.is_set()
 
 
 def test_what_cannot_be_bound_names_the_way_out(viewer):

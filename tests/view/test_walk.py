@@ -1,17 +1,22 @@
 """Steps of a plan in any order are those of the plan, from the start or from a state, by noted cursors or without."""
 
+import shutil
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm_stream.errors import InputError
+from tests.view.conftest import open_viewer
+from tests.waiting import wait_for
+from vlm_stream.errors import InputError, VlmStreamError
 from vlm_stream.options import StreamOptions
 from vlm_stream.planning import open_plan
 from vlm_stream.recipe import normalise_sources
-from vlm_stream.view import walk as walk_module
-from vlm_stream.view.walk import Walk
+from vlm_stream.view import steps as steps_module
+from vlm_stream.view.steps import Walk
+from vlm_stream.view.viewer import Pace
 
 
 def contents(step):
@@ -28,8 +33,8 @@ def contents(step):
     st.booleans(),
 )
 def test_any_order_gives_the_steps_of_the_plan(mixed_shards, changes, world, asked, begin, is_noted):
-    before = walk_module._NOTED, walk_module._KEPT_STEPS, walk_module._MAX_NOTES
-    walk_module._NOTED, walk_module._KEPT_STEPS, walk_module._MAX_NOTES = 1, 2, 5
+    before = steps_module._NOTED, steps_module._KEPT_STEPS, steps_module._MAX_NOTES
+    steps_module._NOTED, steps_module._KEPT_STEPS, steps_module._MAX_NOTES = 1, 2, 5
     try:
         options = StreamOptions(pack_size=700, **changes)
         plan = open_plan(normalise_sources(mixed_shards), options)
@@ -37,7 +42,7 @@ def test_any_order_gives_the_steps_of_the_plan(mixed_shards, changes, world, ask
         steps = list(plan.after(0).planner.steps(shape))
         begin = min(begin, len(steps))
         state = steps[begin - 1].state_after() if begin else None
-        walk = Walk(plan, shape, state)
+        walk = Walk(plan, shape, state, Pace())
         if is_noted:
             walk.start()
             walk._walker.join(240)
@@ -50,16 +55,48 @@ def test_any_order_gives_the_steps_of_the_plan(mixed_shards, changes, world, ask
                 with pytest.raises(InputError, match=f"there is no step {number} in this plan"):
                     walk.step(number)
     finally:
-        walk_module._NOTED, walk_module._KEPT_STEPS, walk_module._MAX_NOTES = before
+        steps_module._NOTED, steps_module._KEPT_STEPS, steps_module._MAX_NOTES = before
 
 
 def test_an_endless_plan_is_walked_for_a_while_and_its_steps_are_found(mixed_shards, monkeypatch):
-    monkeypatch.setattr(walk_module, "_WALK_SECONDS", 0.2)
+    monkeypatch.setattr(steps_module, "_WALK_SECONDS", 0.2)
     options = StreamOptions(pack_size=700, epochs=None, window=16)
     plan = open_plan(normalise_sources(mixed_shards), options)
-    walk = Walk(plan, options.shape(1), None)
+    walk = Walk(plan, options.shape(1), None, Pace())
     walk.start()
     walk._walker.join(240)
     assert walk.total is None
     wanted = next(islice(plan.after(0).planner.steps(options.shape(1)), 90, None))
     assert contents(walk.step(90)) == contents(wanted)
+
+
+def test_a_step_is_found_after_an_index_could_not_be_read(mixed_shards, tmp_path):
+    """In between nobody says that there is no such step."""
+    own = Path(shutil.copytree(mixed_shards, tmp_path / "own"))
+    options = StreamOptions(pack_size=700)
+    plan = open_plan(normalise_sources(own), options)
+    walk = Walk(plan, options.shape(1), None, Pace())
+    hidden = [path.rename(path.with_suffix(".hidden")) for path in sorted(own.glob("*.parquet"))]
+    assert hidden
+    walk.start()
+    for _ in range(2):
+        with pytest.raises(VlmStreamError) as told:
+            walk.step(1)
+        assert not isinstance(told.value, InputError)
+    wait_for(lambda: walk._walker is None)
+    for path in hidden:
+        path.rename(path.with_suffix(".parquet"))
+    assert contents(walk.step(1))
+    walk.start()
+    walk._walker.join(240)
+    assert walk.total is not None
+
+
+def test_walks_end_with_their_viewer(mixed_shards, monkeypatch):
+    monkeypatch.setattr(steps_module, "_WALK_SECONDS", 3600.0)
+    viewer = open_viewer(mixed_shards, options=StreamOptions(pack_size=700, epochs=None, window=16))
+    viewer.warm()
+    walker = viewer.book.run_walk()._walker
+    viewer.close()
+    walker.join(240)
+    assert not walker.is_alive()

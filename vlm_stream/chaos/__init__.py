@@ -6,8 +6,7 @@ copies of the user's files, or in a proxy before the user's server.
 
 In the order in which things happen: `stage.py` (copies, the proxy, what trainers are told), `trainer.py` (one rank, in
 a process of its own), `crew.py` (all ranks in lock step; kills and resumes), `checker.py` (what came against the plan),
-`faults.py` and `data_faults.py` (what can happen), `run.py` (draws them and counts), `proxy.py` (spoils what a server
-sends).
+`faults.py` (what can happen), `run.py` (draws them and counts), `proxy.py` (spoils what a server sends).
 """
 
 from __future__ import annotations

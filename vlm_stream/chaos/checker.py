@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,11 +47,8 @@ class Findings:
 
     def add(self, other: Findings) -> None:
         """Add those of another."""
-        self.named += other.named
-        self.lost += other.lost
-        self.repeated += other.repeated
-        self.silent += other.silent
-        self.notes += other.notes
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 class Checker:

@@ -126,7 +126,7 @@ class Crew:
         self._checkpoints.pop()
         self._checker.back_to_older()
 
-    def step(self, during: Callable[[], None] = lambda: None) -> None:
+    def step(self, during: Callable[[], None] | None = None) -> None:
         """Take the next batch of each rank, compare it with the plan, and save now and then.
 
         Args:
@@ -137,7 +137,8 @@ class Crew:
             HangError: One has not come for too long.
             OrderError: What came is not the next batch of the plan.
         """
-        during()
+        if during is not None:
+            during()
         messages = self._gather()
         ends = [isinstance(message, RoundEnd) for message in messages]
         if any(ends):

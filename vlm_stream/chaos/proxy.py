@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal
 from urllib.parse import urlsplit
 
@@ -24,13 +25,6 @@ if TYPE_CHECKING:
 _BUFFER: Final = 256 * 1024
 _OTHERS: Final = bytes(byte ^ 0x55 for byte in range(256))
 _CODES: Final = {403: "ExpiredToken", 503: "SlowDown"}
-_REASONS: Final = {
-    403: "Forbidden",
-    404: "Not Found",
-    429: "Too Many Requests",
-    500: "Internal Error",
-    503: "Slow Down",
-}
 
 
 @dataclass(frozen=True)
@@ -159,7 +153,7 @@ class FaultProxy:
         fault = self._next_fault(head)
         if fault is not None and fault.kind == "status":
             text = f"<Error><Code>{_CODES.get(fault.status, 'X')}</Code></Error>".encode()
-            reason = _REASONS.get(fault.status, "Status")
+            reason = HTTPStatus(fault.status).phrase
             client.sendall(f"HTTP/1.1 {fault.status} {reason}\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
             return True
         if fault is not None and fault.kind == "reset":

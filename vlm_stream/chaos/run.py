@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.chaos.checker import Checker, Findings, OrderError
 from vlm_stream.chaos.crew import Crew, EndedError, HangError
-from vlm_stream.chaos.data_faults import DATA_KINDS
-from vlm_stream.chaos.faults import KILLED, PROCESS_KINDS, Scene
+from vlm_stream.chaos.faults import DATA_KINDS, KILLED, PROCESS_KINDS, Scene
 from vlm_stream.chaos.stage import Stage
 from vlm_stream.errors import ConfigError
 from vlm_stream.lifetimes import make_folder, remove_folder
@@ -82,10 +81,9 @@ class Report:
     def total(self) -> Row:
         """Return all kinds in one."""
         total = Row("all")
-        for row in self.rows:
-            for name in ("times", "survived", "resumed", "named", "lost", "repeated", "silent"):
-                setattr(total, name, getattr(total, name) + getattr(row, name))
-            total.longest_wait_s = max(total.longest_wait_s, row.longest_wait_s)
+        for name in ("times", "survived", "resumed", "named", "lost", "repeated", "silent"):
+            setattr(total, name, sum(getattr(row, name) for row in self.rows))
+        total.longest_wait_s = max((row.longest_wait_s for row in self.rows), default=0.0)
         return total
 
     @property
@@ -155,11 +153,8 @@ class _Run:
             number += 1
         report = self._report
         report.rows = [row for row in self._rows.values() if row.times]
-        report.batches, report.samples, report.rounds = (
-            self._crew.num_batches,
-            self._crew.num_samples,
-            self._crew.num_rounds,
-        )
+        crew = self._crew
+        report.batches, report.samples, report.rounds = crew.num_batches, crew.num_samples, crew.num_rounds
         report.seconds = time.monotonic() - begin
         return report
 
@@ -170,8 +165,7 @@ class _Run:
         self._stepped_at = time.monotonic()
         self._late |= set(kind.ends) - {KILLED}
         trial = _Trial(kind, Scene(self._stage, crew, draw), self._late)
-        notes = []
-        longest = 0.0
+        notes, longest = [], 0.0
         num_settled = num_before = 0
         while num_settled < _SETTLE:
             try:
@@ -180,7 +174,7 @@ class _Run:
                     crew.step()
                     self._stepped_at = time.monotonic()
                     continue
-                crew.step(_nothing if trial.has_begun else trial.begin)
+                crew.step(None if trial.has_begun else trial.begin)
             except (EndedError, HangError, OrderError) as error:
                 notes.append(f"{type(error).__name__}: {error}")
                 trial.saw(error)
@@ -206,8 +200,8 @@ class _Run:
         row.times += 1
         row.survived += is_sound
         row.resumed += is_sound and trial.num_ends > 0
-        row.named, row.lost = row.named + found.named, row.lost + found.lost
-        row.repeated, row.silent = row.repeated + found.repeated, row.silent + found.silent
+        for name in ("named", "lost", "repeated", "silent"):
+            setattr(row, name, getattr(row, name) + getattr(found, name))
         row.longest_wait_s = max(row.longest_wait_s, longest)
         kept = [f"fault {number} ({kind.name}): {note}" for note in [*notes, *found.notes]]
         self._report.notes += kept[: _MAX_NOTES - len(self._report.notes)]
@@ -276,10 +270,6 @@ class _Trial:
         self.is_sound = self.is_sound and may_end(self._kind, error, self._late)
         failed = error.failed if isinstance(error, EndedError) else None
         self.was_refused = self.was_refused or (failed is not None and failed.kind == "StateError")
-
-
-def _nothing() -> None:
-    pass
 
 
 def may_end(kind: Kind, error: Exception, late: Collection[str] = ()) -> bool:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         output.print_table("bench", {_title(name): _shown(value) for name, value in numbers.items()})
         for line in loader.ledger.newest:
-            output.open_console(stderr=True).print(f"bad: {line}")
+            output.say(f"bad: {line}", stderr=True)
     return 0
 
 

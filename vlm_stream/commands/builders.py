@@ -7,7 +7,6 @@ those that ask other things of the cluster.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -84,9 +83,9 @@ def _up(options: RayBuilders) -> int:
 
     before = start_keeper(options)
     was = "" if before is None else f", {before} before"
-    sys.stdout.write(
+    output.say(
         f"pool '{options.pool}' has {options.count} builders{was}. Use it by builders={{'pool': '{options.pool}'}}; "
-        f"see it by: vlm-stream builders status --name {options.pool}\n"
+        f"see it by: vlm-stream builders status --name {options.pool}"
     )
     return 0
 
@@ -95,7 +94,7 @@ def _down(options: RayBuilders) -> int:
     from vlm_stream.dispatch import end_pool
 
     end_pool(options)
-    sys.stdout.write(f"pool '{options.pool}' is gone; runs that used it go on with their local builders\n")
+    output.say(f"pool '{options.pool}' is gone; runs that used it go on with their local builders")
     return 0
 
 

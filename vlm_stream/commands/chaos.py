@@ -65,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
         patience_s=args.patience,
         only=tuple(args.only),
     )
-    report = run_chaos(found, options, lambda line: None if args.quiet or args.json else _tell(line))
+    report = run_chaos(
+        found, options, lambda line: None if args.quiet or args.json else output.say(f"chaos: {line}", stderr=True)
+    )
     if args.json:
         output.print_json(report.to_dict())
     else:
@@ -73,20 +75,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.is_good else 1
 
 
-def _tell(line: str) -> None:
-    sys.stderr.write(f"chaos: {line}\n")
-
-
 def _print(report: Report) -> None:
     output.print_columns(COLUMNS, *(cells(row) for row in [*report.rows, report.total]))
-    console = output.open_console()
-    console.print(
+    output.say(
         f"{report.batches} batches with {report.samples} samples were compared with the plan in {report.seconds:.0f} "
-        f"s, {report.rounds} whole rounds among them. The same faults again: --seed {report.seed}",
-        markup=False,
+        f"s, {report.rounds} whole rounds among them. The same faults again: --seed {report.seed}"
     )
     for note in report.notes[:_SHOWN_NOTES]:
-        console.print(f"  {note}", markup=False)
+        output.say(f"  {note}")
 
 
 def cells(row: Row) -> list[str]:

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Final
 
 from vlm_stream.commands import arguments, output
+from vlm_stream.errors import ConfigError
 from vlm_stream.schema import human_bytes
 
 if TYPE_CHECKING:
@@ -103,7 +104,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _fields(args: argparse.Namespace) -> FieldMap | None:
     """Return the field map that the arguments name, None to guess it."""
-    from vlm_stream.errors import ConfigError
     from vlm_stream.format import FieldMap
 
     named = {

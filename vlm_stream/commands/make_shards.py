@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     source = open_input(args.input, options)
     if not (args.json or args.quiet):
         for name, line in getattr(source, "lines", {}).items():
-            output.open_console(stderr=True).print(f"{name}: {line}", markup=False)
+            output.say(f"{name}: {line}", stderr=True)
     with output.Progress("make-shards", enabled=not (args.json or args.quiet)) as progress:
         report = make_shards(
             source,

@@ -47,6 +47,11 @@ def plain(text: str) -> Text:
     return Text(clean(text))
 
 
+def say(text: str, *, stderr: bool = False) -> None:
+    """Print a line; whatever a dataset has put into it is only shown."""
+    open_console(stderr=stderr).print(plain(text))
+
+
 def print_table(title: str, rows: Mapping[str, str]) -> None:
     """Print a table of names and values."""
     print_whole(table_of(title, rows))

@@ -1,11 +1,9 @@
 """precount: write _text_tokens and _media_tokens into a data file, for datasets that are loaded whole."""
 
 import argparse
-import sys
 from typing import Final
 
 from vlm_stream.commands import arguments, output
-from vlm_stream.errors import clean
 
 EXAMPLES: Final = """\
 examples:
@@ -52,14 +50,14 @@ def run(args: argparse.Namespace) -> int:
             store=arguments.store_options(args),
             media_hosts=tuple(filter(None, args.media_hosts.split(","))),
             workers=args.workers,
-            on_form=(lambda line: sys.stderr.write(clean(line) + "\n")) if is_told else None,
+            on_form=(lambda line: output.say(line, stderr=True)) if is_told else None,
             on_record=lambda num_records: progress.step(num_records, samples=1),
         )
     if args.json:
         output.print_json(report.to_dict())
     else:
         for origin, reason in list(report.bad.items())[:_SHOWN]:
-            sys.stderr.write(clean(f"no counts: {origin}: {reason}") + "\n")
+            output.say(f"no counts: {origin}: {reason}", stderr=True)
         rows = {
             "records": f"{report.num_records:,}",
             "text tokens": f"{report.text_tokens:,}",

@@ -1,7 +1,6 @@
 """recount: the text tokens and labels of a dataset, counted again for another processor."""
 
 import argparse
-import sys
 from typing import Final
 
 from vlm_stream.commands import arguments, output
@@ -37,10 +36,10 @@ def run(args: argparse.Namespace) -> int:
         output.print_json(report.to_dict())
     else:
         for bad in report.refused:
-            sys.stdout.write(f"{bad}\n")
-        sys.stdout.write(
+            output.say(str(bad))
+        output.say(
             f"{report.url}: {report.tokens_before:,} text tokens before, {report.tokens_after:,} now, "
             f"{report.labels_after:,} of them labels; "
-            f"{report.num_changed:,} samples changed, {len(report.refused):,} refused, {report.seconds:.1f} s\n"
+            f"{report.num_changed:,} samples changed, {len(report.refused):,} refused, {report.seconds:.1f} s"
         )
     return 1 if report.refused else 0

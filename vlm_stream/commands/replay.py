@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         output.print_json(summary)
     else:
-        output.open_console().print(
+        output.say(
             f"step {args.step}, rank {args.rank}: {summary['batches']} batches with {summary['samples']} samples -> "
             f"{args.out}\npixels: {summary['pixels']}" + "".join(f"\nbad: {line}" for line in summary["bad"])
         )

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             else:
                 output.write_page(args.html, show_step(viewer, view).html)
         if args.html is not None:
-            console.print(f"page: {args.html}", markup=False)
+            output.say(f"page: {args.html}")
     finally:
         viewer.close()
     return 0

@@ -47,11 +47,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     output.print_table(stats.url, overview(stats))
     output.print_columns(*entry_rows(stats))
-    console = output.open_console()
     for histogram in stats.histograms:
-        console.print(_bars(histogram), markup=False)
+        output.say(_bars(histogram))
     if args.html is not None:
-        console.print(f"page: {args.html}", markup=False)
+        output.say(f"page: {args.html}")
     return 0
 
 

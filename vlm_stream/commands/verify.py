@@ -1,11 +1,9 @@
 """verify: every checksum, range and count of a dataset against its tars."""
 
 import argparse
-import sys
 from typing import Final
 
 from vlm_stream.commands import arguments, output
-from vlm_stream.errors import clean
 from vlm_stream.schema import human_bytes
 
 EXAMPLES: Final = """\
@@ -39,10 +37,10 @@ def run(args: argparse.Namespace) -> int:
         output.print_json(report.to_dict())
     else:
         for problem in report.problems:
-            sys.stdout.write(f"{clean(str(problem))}\n")
+            output.say(str(problem))
         found = f"{len(report.problems)} problems" if report.problems else "no problems"
-        sys.stdout.write(
+        output.say(
             f"{report.url}: {report.num_shards} shards, {report.num_samples:,} samples, "
-            f"{human_bytes(report.num_bytes)} checked in {report.seconds:.1f} s: {found}\n"
+            f"{human_bytes(report.num_bytes)} checked in {report.seconds:.1f} s: {found}"
         )
     return 1 if report.problems else 0

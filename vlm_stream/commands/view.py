@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from vlm_stream.commands import arguments, output
 from vlm_stream.recipe import normalise_sources
@@ -21,6 +21,8 @@ examples:
 """
 _PORT: Final = 8400
 _PACK_SIZE: Final = 8192
+_INDEX_BYTES: Final = 512 << 20
+"""Of indexes that are kept: pages go to and fro, and compare plans."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,14 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_viewer(args: argparse.Namespace, given: dict[str, Any] | None = None) -> Viewer:
-    """Open what the arguments name; without a size, packs are shown with one that many train with."""
+def open_viewer(args: argparse.Namespace) -> Viewer:
+    """Open what the arguments name; what they do not say of packs and of memory is what suits a look."""
     from vlm_stream.processors import open_processor
     from vlm_stream.view import Viewer, Watched, read_ledger
 
-    given = arguments.loader_arguments(args) if given is None else given
+    given = arguments.loader_arguments(args)
     if given.get("mode", "packed") == "packed" and given.get("pack_size") is None:
         given["pack_size"] = _PACK_SIZE
+    given.setdefault("index_bytes", _INDEX_BYTES)
     sources, processor, options = arguments.split_options(given)
     ledger = getattr(args, "ledger", None)
     state, epochs = arguments.read_saved_state(args.state, options)
@@ -59,10 +62,8 @@ def run(args: argparse.Namespace) -> int:
     from vlm_stream.view import ViewServer
 
     server = ViewServer(open_viewer(args), args.host, args.port)
-    console = output.open_console()
-    console.print(f"viewer: {server.url}", markup=False)
+    output.say(f"viewer: {server.url}")
     if server.token is None:
-        port = server.port
-        console.print(f"from elsewhere: ssh -L {port}:127.0.0.1:{port} this-machine; Ctrl-C ends it", markup=False)
+        output.say(f"from elsewhere: ssh -L {server.port}:127.0.0.1:{server.port} this-machine; Ctrl-C ends it")
     server.run()
     return 0

@@ -82,4 +82,4 @@ def _print(lines: list[dict[str, Any]], num_lost: int) -> None:
         output.print_columns([name.replace("_", " ") for name in names], *rows)
     if num_lost or not lines:
         lost = f"{num_lost} of that name: not delivered any more" if lines else "not delivered any more"
-        output.open_console().print(lost)
+        output.say(lost)

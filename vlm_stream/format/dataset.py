@@ -87,6 +87,7 @@ class IndexCache:
 
     def __init__(self, max_bytes: int = 128 << 20) -> None:
         """Keep at most `max_bytes`; what was not used for longest goes first."""
+        self.is_decoded = False  # set: all are kept decoded, for many plans over them; larger, each is decoded once
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._kept: OrderedDict[tuple[str, int], bytes | ShardIndex] = OrderedDict()
@@ -195,15 +196,16 @@ class OpenDataset:
         """Return text counts and media sizes of all samples of some shards, one shard after the other."""
         parts: list[ShardMedia] = []
         for begin in range(0, len(shards), _TOGETHER):
-            group = shards[begin : begin + _TOGETHER]
-            parts += self._each(self._media, group)
+            parts += self._each(self._media, shards[begin : begin + _TOGETHER])
         joined = join_media(parts)
         del parts
-        _trim_memory()
+        with suppress(AttributeError, OSError, TypeError):  # musl, macOS, Windows
+            ctypes.CDLL(None).malloc_trim(0)  # what is kept lies between what was decoded
         return joined
 
     def _media(self, shard: int, index: bytes | ShardIndex) -> ShardMedia:
         listed = self.manifest.shards[self._numbers[shard]]
+        index = self._decode(shard, index) if self._cache.is_decoded else index
         if isinstance(index, ShardIndex):
             where = index.path
             media = index.columns if self._entry is None else index.columns.select(index.is_of(self._entry))
@@ -316,6 +318,10 @@ class OpenDataset:
 
     def _each(self, function: Callable[[int, bytes | ShardIndex], R], shards: Sequence[int]) -> list[R]:
         """Return `function(shard, index)` for each shard and its index; many wait for stores, few compute."""
+        found = (self._cache.get(self._kept_as, self._numbers[shard]) for shard in shards)
+        kept = [index for index in found if isinstance(index, ShardIndex)]
+        if len(kept) == len(shards):  # nothing to wait for
+            return list(map(function, shards, kept))
         with (
             ThreadPoolExecutor(min(_FETCHING, len(shards))) as fetching,
             ThreadPoolExecutor(min(_DECODING, len(shards))) as decoding,
@@ -392,9 +398,3 @@ def _system_memory() -> Iterator[None]:
         yield
     finally:
         pa.set_memory_pool(before)
-
-
-def _trim_memory() -> None:
-    """Give free pages back to the system, where the C library can: what is kept lies between what was decoded."""
-    with suppress(AttributeError, OSError, TypeError):  # musl, macOS, Windows
-        ctypes.CDLL(None).malloc_trim(0)

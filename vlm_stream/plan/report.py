@@ -177,10 +177,12 @@ def plan_report(
     *,
     max_steps: int | None = None,
     count_requests: Callable[[Sequence[PlannedSample]], tuple[int, int]] | None = None,
+    see: Callable[[Step], None] = lambda _: None,
 ) -> PlanReport:
     """Run through a plan, or its first `max_steps` steps, and add it up.
 
-    `count_requests` returns the requests, and their bytes, for the samples of one micro-batch of one rank.
+    `count_requests` returns the requests, and their bytes, for the samples of one micro-batch of one rank; `see` is
+    shown each step.
     """
     tally = _Tally(planner, count_requests)
     complete = True
@@ -190,6 +192,7 @@ def plan_report(
             complete = False
             break
         tally.add(step)
+        see(step)
     tally.drop(left_out)
     return _report(planner, shape, tally, complete=complete)
 

@@ -3,11 +3,10 @@
 Enters: an opened plan, refs, a state or a running loader. Leaves: HTML, pictures, or coloured text. Text of datasets is
 hostile: `html` escapes everything that is not markup of ours.
 
-Files, in the order the data meets them: `facts`, `members`, `catalog` (samples by the index), `overview` (what they add
-up to), `sample` (one of them), `pictures` (what is drawn of media), `walk`, `rows`, `steps` (any step of any plan),
-`comparison`, `runs` (a state, a running loader), `viewer` (all of it, opened once); `html`, `plots`, `frame` (what
-pages are made of), `page_*` (values -> HTML); `routes`, `server` (paths -> pages, HTTP); `shown` (one file,
-notebooks), `terminal`.
+Files, in the order the data meets them: `facts`, `catalog` (samples by the index), `sample` (one of them), `pictures`
+(their media), `rows`, `steps` (any step of any plan), `runs` (a state, a running loader), `viewer` (all of it, opened
+once); `html`, `plots`, `frame` (what pages are made of), `page_*` (values -> HTML); `routes`, `server` (paths -> pages,
+HTTP); `shown` (one file, notebooks), `terminal`.
 """
 
 from __future__ import annotations

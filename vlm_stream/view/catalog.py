@@ -20,11 +20,9 @@ from vlm_stream.encode import name_frames
 from vlm_stream.errors import BadSampleError, InputError, VlmStreamError
 from vlm_stream.format import is_text_member, to_conversation
 from vlm_stream.plan import Ref
-from vlm_stream.storage import SpanReader
+from vlm_stream.storage import Member, SpanReader
 from vlm_stream.tokens import choose_keyframes
 from vlm_stream.view.facts import Query, facts_of
-from vlm_stream.view.members import part_of, text_of
-from vlm_stream.view.walk import rest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,11 +32,14 @@ if TYPE_CHECKING:
     from vlm_stream.planning import Plan
     from vlm_stream.storage import Span
     from vlm_stream.view.facts import ShardFacts
+    from vlm_stream.view.viewer import Pace
 
 _TOGETHER: Final = 8
 """Indexes that the background thread reads while nobody else may."""
 _TEXTS: Final = 64
 """Samples whose texts are read at a time."""
+_MAX_LOOKED: Final = 4096
+"""Samples whose texts are read for a page."""
 _DISK_SECONDS: Final = 0.2
 _STORE_SECONDS: Final = 0.8
 _MAX_SCANNED: Final = 4_000_000
@@ -66,6 +67,8 @@ class Page:
     """Place behind the last one, likewise."""
     looked_at: int
     """Samples whose text was read for it."""
+    texts: Mapping[Ref, str]
+    """Of those of them that match."""
     is_cut: bool
     """Whether time ran out before the page was full."""
 
@@ -73,9 +76,9 @@ class Page:
 class Catalog:
     """Looks samples up; may be used by several threads."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, pace: Pace) -> None:
         """Take the opened datasets of a plan; nothing is read yet."""
-        self.plan = plan
+        self.plan, self.pace = plan, pace
         self.datasets = plan.datasets
         self._shards: list[tuple[int, int]] = [
             (source, shard)
@@ -91,9 +94,6 @@ class Catalog:
         self._guard = threading.Lock()
         self._read_guard = threading.Lock()
         self._scan: threading.Thread | None = None
-        self._is_closed = False
-        self.share = 1.0
-        """Of a core that the background thread takes."""
         self.scan_problem = ""
         """Why some indexes could not be read."""
         self._numbers = {pair: number for number, pair in enumerate(self._shards)}
@@ -102,8 +102,7 @@ class Catalog:
         """Those that histograms are made of."""
 
     def close(self) -> None:
-        """End the background thread and the connections."""
-        self._is_closed = True
+        """Wait for the background thread, and end the connections."""
         if self._scan is not None:
             self._scan.join(10)
         self._reader.close()
@@ -195,7 +194,7 @@ class Catalog:
             shards = [shard for own, shard in self.scanned_shards if own == source]
             worked = time.monotonic()
             for begin in range(0, len(shards), _TOGETHER):
-                if self._is_closed:
+                if self.pace.is_closed:
                     return
                 try:
                     self._read_facts(source, shards[begin : begin + _TOGETHER])
@@ -203,13 +202,7 @@ class Catalog:
                     self.scan_problem = str(error)
                 except RuntimeError:  # the interpreter ends
                     return
-                worked = rest(worked, self.share)
-
-    @property
-    def num_scanned(self) -> int:
-        """Return of how many shards the facts are known by now."""
-        with self._guard:
-            return len(self._facts)
+                worked = self.pace.rest(worked)
 
     def known_facts(self) -> dict[tuple[int, int], ShardFacts]:
         """Return the facts of the shards that were read so far."""
@@ -237,7 +230,6 @@ class Catalog:
         *,
         backwards: bool = False,
         seconds: float | None = None,
-        max_looked: int = 4096,
     ) -> Page:
         """Return the next samples that match, from a place on, or the last ones before it.
 
@@ -247,20 +239,24 @@ class Catalog:
             size: How many.
             backwards: Return those before `at`, in order all the same.
             seconds: How long to look for more; None: shorter where all samples are on a disk.
-            max_looked: How many texts to read at most.
         """
         if seconds is None:
             seconds = _STORE_SECONDS if any("://" in each.root for each in self.datasets.opened) else _DISK_SECONDS
-        deadline = time.monotonic() + seconds
+        now = time.monotonic()
+        deadline = now + seconds
         refs: list[Ref] = []
+        texts: dict[Ref, str] = {}
         looked_at, last, is_cut = 0, at, False
         for chunk, reached in self._candidates(query, at, backwards):
             if query.text:
                 looked_at += len(chunk)
-                chunk = self._with_text(chunk, query.text)
+                found = self._with_text(chunk, query.text)
+                texts |= found
+                chunk = list(found)
             refs += chunk
-            last = reached
-            is_cut = time.monotonic() > deadline or looked_at >= max_looked
+            last, before, now = reached, now, time.monotonic()
+            is_late = now + (now - before) > deadline  # as the next takes as long
+            is_cut = (is_late or looked_at >= _MAX_LOOKED) and reached != (0 if backwards else self.num_samples)
             if len(refs) >= size or is_cut:
                 break
         refs = refs[:size]
@@ -277,6 +273,7 @@ class Catalog:
             before=first if first > 0 else None,
             after=end if end < self.num_samples else None,
             looked_at=looked_at,
+            texts=texts,
             is_cut=is_cut,
         )
 
@@ -305,13 +302,13 @@ class Catalog:
             yield [], begin if backwards else end
         yield [], 0 if backwards else self.num_samples
 
-    def _with_text(self, refs: Sequence[Ref], text: str) -> list[Ref]:
+    def _with_text(self, refs: Sequence[Ref], text: str) -> dict[Ref, str]:
         wanted = text.casefold()
-        return [
-            ref
+        return {
+            ref: found
             for ref, found in zip(refs, self.texts(refs, self.draw(refs)), strict=True)
             if isinstance(found, str) and wanted in found.casefold()
-        ]
+        }
 
     # Bytes ------------------------------------------------------------------------------------------------------------
 
@@ -334,15 +331,18 @@ class Catalog:
         begin, end = min(begin, size), size if end is None else min(end, size)
         if begin >= end:
             return b""
-        (found,) = self.read([part_of(drawn, name, begin, end)])
+        (found,) = self.read([_part_of(drawn, name, begin, end)])
         if isinstance(found, BadSampleError):
             raise found
         return bytes(found[name])
 
-    def read_texts(self, drawn: Sequence[Drawn]) -> list[dict[str, bytes] | BadSampleError]:
-        """Return the members of samples that make their conversations, and nothing of their media."""
-        names = [[name for name, _, size in each.span.members if is_text_member(name) and size] for each in drawn]
-        spans = [part_of(each, name) for each, own in zip(drawn, names, strict=True) for name in own]
+    def read_texts(self, drawn: Sequence[Drawn], more: str = "") -> list[dict[str, bytes] | BadSampleError]:
+        """Return the members of samples that make their conversations; of their media only one that is named."""
+        names = [
+            [name for name, _, size in each.members if size and (is_text_member(name) or name == more)]
+            for each in drawn
+        ]
+        spans = [_part_of(each, name) for each, own in zip(drawn, names, strict=True) for name in own]
         results = iter(self.read(spans) if spans else ())
         found: list[dict[str, bytes] | BadSampleError] = []
         for own in names:
@@ -361,7 +361,7 @@ class Catalog:
         for ref, each, members in zip(refs, drawn, self.read_texts(drawn), strict=True):
             try:
                 found.append(
-                    members if isinstance(members, BadSampleError) else text_of(self.conversation(ref, each, members))
+                    members if isinstance(members, BadSampleError) else _text_of(self.conversation(ref, each, members))
                 )
             except BadSampleError as error:
                 found.append(error)
@@ -380,3 +380,19 @@ class Catalog:
         texts = {name: bytes(content) for name, content in members.items() if is_text_member(name)}
         sizes = choose_keyframes(drawn.sizes, self.plan.build.frames)
         return name_frames(to_conversation(fields, names, texts), sizes)
+
+
+def _part_of(drawn: Drawn, name: str, begin: int = 0, end: int | None = None) -> Span:
+    """Return where some bytes of one member lie; checksums are of whole samples, so these cannot be checked."""
+    _, offset, size = next(member for member in drawn.members if member[0] == name)
+    part = Member(name, offset + begin, (size if end is None else end) - begin)
+    return drawn.holder(name)._replace(offset=part.offset, size=part.size, crc32c=None, members=(part,))
+
+
+def _text_of(conversation: Conversation) -> str:
+    """Return what is said in a conversation, turn by turn."""
+    said = (message["content"] for message in conversation)
+    return "\n".join(
+        each if isinstance(each, str) else " ".join(item["text"] for item in each if item.get("type") == "text")
+        for each in said
+    )

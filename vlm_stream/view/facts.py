@@ -1,21 +1,29 @@
-"""What pages ask of the samples of a shard, as columns, and which of them match a query.
+"""What pages ask of samples, as columns of their shards: which match a query, and what all of them add up to.
 
-Enters: the index of a shard, and lengths by the plan's geometry. Leaves: `ShardFacts`, some bytes for each sample.
+Enters: indexes, and lengths by the plan's geometry. Leaves: `ShardFacts`, some bytes for each sample; totals of sources
+and entries, and histograms. Where shards are still to be read, or are left out of a large dataset, totals are scaled to
+all samples, and say so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+import threading
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+
+from vlm_stream.convert import histogram_of
+from vlm_stream.format import Totals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from vlm_stream.format import ShardIndex, Totals
+    from vlm_stream.convert import Histogram
+    from vlm_stream.format import ShardIndex
+    from vlm_stream.view.catalog import Catalog
 
 KINDS: Final = {"image": 1, "video": 2, "audio": 4}
 """Bits of `ShardFacts.kinds`; 0 is text alone."""
@@ -98,21 +106,113 @@ def facts_of(index: ShardIndex, rows: Sequence[int], tokens: npt.NDArray[np.int6
         kinds=kinds,
         entry=entry,
         entry_names=index.entry_names,
-        decode=((_sums(pixels, image_splits) + _sums(frames, video_splits)) / 1e6).astype(np.float32),
+        decode=((_added(pixels, image_splits) + _added(frames, video_splits)) / 1e6).astype(np.float32),
         pixels=pixels,
-        pixel_rows=_rows(image_splits),
+        pixel_rows=_owners(image_splits),
         seconds=seconds,
-        second_rows=np.concatenate([_rows(video_splits), _rows(audio_splits)]),
+        second_rows=np.concatenate([_owners(video_splits), _owners(audio_splits)]),
         entries={name: (totals[name], length) for name, length in named.items()},
     )
 
 
-def _rows(splits: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+def _owners(splits: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     counts: npt.NDArray[np.int64] = splits[1:].astype(np.int64) - splits[:-1].astype(np.int64)
     return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
 
-def _sums(values: npt.NDArray[np.int64], splits: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def _added(values: npt.NDArray[np.int64], splits: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     ends = np.concatenate([[0], np.cumsum(values)])
     sums: npt.NDArray[np.int64] = ends[splits[1:].astype(np.int64)] - ends[splits[:-1].astype(np.int64)]
+    return sums
+
+
+class Part(NamedTuple):
+    """One source, or one entry of it."""
+
+    source: int
+    entry: str
+    """Empty: all of the source."""
+    samples: int
+    url: str
+    is_exact: bool
+    """Whether all its shards were read."""
+    sums: dict[str, float]
+    """`tokens` with media, and the fields of a manifest's totals."""
+
+
+class Overview:
+    """Adds up the facts of a catalog; may be used by several threads."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        """Take a catalog; nothing is read here."""
+        self.catalog = catalog
+        self._kept: dict[Query, tuple[int, tuple[Histogram, ...]]] = {}
+        self._parts: tuple[int, list[Part]] = (-1, [])
+        self._guard = threading.Lock()
+
+    def parts(self) -> list[Part]:
+        """Return the sources, each followed by its entries, largest first."""
+        datasets, known = self.catalog.datasets, self.catalog.known_facts()
+        if self._parts[0] == len(known):
+            return self._parts[1]
+        found: list[Part] = []
+        for number, (source, dataset) in enumerate(zip(datasets.sources, datasets.opened, strict=True)):
+            own = [facts for (each, _), facts in known.items() if each == number]
+            samples, read = sum(dataset.samples_per_shard), sum(len(facts.tokens) for facts in own)
+            empty = Part(number, "", samples, source.url, read == samples, {})
+            sums = _sums(own, samples / max(read, 1))
+            whole = sums.pop("")
+            if samples == dataset.manifest.totals.samples:  # with the ends of tars, which belong to no sample
+                whole["bytes"] = float(dataset.manifest.totals.bytes)
+            found.append(empty._replace(sums=whole))
+            entries = [
+                empty._replace(entry=name, samples=round(own["samples"]), sums=own) for name, own in sums.items()
+            ]
+            found += sorted(entries, key=lambda each: -each.samples) if len(entries) > 1 else []
+        self._parts = len(known), found
+        return found
+
+    def histograms(self, query: Query) -> tuple[Histogram, ...]:
+        """Return the distributions of the samples that match, as far as indexes tell."""
+        known = self.catalog.known_facts()
+        with self._guard:
+            count, kept = self._kept.get(query, (-1, ()))
+        if count == len(known):
+            return kept
+        lengths, pixels, seconds = [], [], []
+        for (source, _), facts in known.items():
+            if query.source not in ("", self.catalog.source_names[source]):
+                continue
+            chosen = np.zeros(len(facts.tokens), dtype=bool)
+            chosen[facts.match(query)] = True
+            lengths.append(facts.tokens[chosen])
+            pixels.append(facts.pixels[chosen[facts.pixel_rows]])
+            seconds.append(facts.seconds[chosen[facts.second_rows]])
+        found = (
+            histogram_of("Length", "tokens", _joined(lengths)),
+            histogram_of("Images as stored", "kilopixels", _joined(pixels) / 1e3),
+            histogram_of("Clips and sound", "seconds", _joined(seconds)),
+        )
+        shown = tuple(each for each in found if each is not None)
+        with self._guard:
+            if len(self._kept) > 64:
+                self._kept.clear()
+            self._kept[query] = len(known), shown
+        return shown
+
+
+def _joined(arrays: list[Any]) -> Any:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
+
+
+def _sums(shards: Sequence[ShardFacts], scale: float) -> dict[str, dict[str, float]]:
+    """Return what the entries of some shards add up to, and under "" all of them, times a factor."""
+    names = ("tokens", *(field.name for field in fields(Totals)))
+    sums: dict[str, dict[str, float]] = {"": dict.fromkeys(names, 0.0)}
+    for facts in shards:
+        for entry, (totals, tokens) in facts.entries.items():
+            for into in ("", entry):
+                own = sums.setdefault(into, dict.fromkeys(names, 0.0))
+                for name in names:
+                    own[name] += scale * (tokens if name == "tokens" else getattr(totals, name))
     return sums

@@ -10,7 +10,7 @@ import base64
 import hashlib
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.view.html import Child, Html, join, svg, tag, url
 
@@ -29,17 +29,14 @@ _KEYS: Final = (
 )
 
 
-class Links(Protocol):
-    """Where a page's links lead; None: nowhere."""
+class Links:
+    """Where a page's links lead; None: nowhere, as in a page that stands alone."""
 
     def page(self, path: str, **query: Any) -> str | None:
         """Return the URL of a page."""
 
     def sample(self, name: Name, row: int | None = None) -> str | None:
         """Return the URL of a sample's page."""
-
-    def thumb(self, name: Name, row: int) -> str | None:
-        """Return a small picture of a sample."""
 
     def member(self, sample: Sample, member: str) -> str | None:
         """Return the bytes of a member."""
@@ -51,7 +48,7 @@ class Links(Protocol):
         """Return one of a clip's frames that are shown."""
 
 
-class LiveLinks:
+class LiveLinks(Links):
     """Links of a server."""
 
     def page(self, path: str, **query: Any) -> str:
@@ -85,12 +82,11 @@ def static_text(name: str) -> str:
     return (files("vlm_stream.view") / "static" / name).read_text(encoding="utf-8")
 
 
-def document(title: str, *body: Child, here: str = "", has_plan: bool = True) -> Html:
+def document(title: str, *body: Child, here: str = "") -> Html:
     """Return a page of the server."""
     nav = [
         tag("a", name, href=f"/{page}", aria_current="page" if page == here else None, data_go=page)
         for page, name in PAGES.items()
-        if has_plan or page == "dataset"
     ]
     find = tag(
         "form",

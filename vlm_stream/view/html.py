@@ -65,9 +65,9 @@ def svg(width: float, height: float, *children: Child, label: str, **attributes:
     return tag("svg", *children, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label, **attributes)
 
 
-def link(text: Child, href: str | None, **attributes: Any) -> Html:
+def link(text: Child, href: str | None) -> Html:
     """Return a link, or the text alone where there is nowhere to go."""
-    return tag("span", text, **attributes) if href is None else tag("a", text, href=href, **attributes)
+    return tag("span", text) if href is None else tag("a", text, href=href)
 
 
 def url(path: str, **query: Any) -> str:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from vlm_stream.plan import plan_report
 from vlm_stream.view import plots
 from vlm_stream.view.frame import LiveLinks, document, note
 from vlm_stream.view.html import Html, table, tag
 from vlm_stream.view.page_step import legend, named_row, settings_fields
+from vlm_stream.view.rows import StepReader
 
 if TYPE_CHECKING:
-    from vlm_stream.view.comparison import Compared
-    from vlm_stream.view.steps import Settings
+    from vlm_stream.plan import PlanReport, Step
+    from vlm_stream.view.rows import Row
+    from vlm_stream.view.steps import PlanBook, Settings
 
 _FIGURES: Final = (
     ("steps looked at", "steps"),
@@ -23,7 +27,32 @@ _FIGURES: Final = (
     ("variance inflation", "variance_inflation"),
     ("bytes of the state", "state_bytes"),
 )
-_WAITS: Final = {"step": "once a step", "micro": "at each micro-batch"}
+_WAITS: Final = (("step", "step", "once a step"), ("micro", "micro-batch", "at each micro-batch"))
+_MAX_ROWS: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One of the plans that are compared."""
+
+    settings: Settings
+    report: PlanReport
+    rows: tuple[Row, ...]
+    """The first ones of rank 0."""
+
+
+def compare(book: PlanBook, settings: Settings, max_steps: int) -> Compared:
+    """Return a plan in numbers, and its first rows."""
+    walk = book.walk(settings)
+    reader = StepReader(book.catalog, walk, None)
+    rows: list[Row] = []
+
+    def see(step: Step) -> None:
+        for micro in range(step.numbers().shape[0] if len(rows) < _MAX_ROWS else 0):
+            rows.extend(reader.rows(step, 0, micro))
+
+    report = plan_report(walk.plan.after(0).planner, walk.shape, max_steps=max_steps, see=see)
+    return Compared(settings=settings, report=report, rows=tuple(rows[:_MAX_ROWS]))
 
 
 def compare_page(settings: tuple[Settings, Settings], found: tuple[Compared, Compared] | None, max_steps: int) -> Html:
@@ -57,11 +86,11 @@ def _compared(found: tuple[Compared, Compared]) -> Html:
         meter("Full", [each.fill for each in reports], ".2%", "share of token slots that hold tokens, of 100 %", 1.0),
         meter("Steps in an epoch", [each.steps_per_epoch for each in reports], ",.1f", "optimizer steps"),
     ]
-    for title, name in (("language model", "llm"), ("vision tower", "vit")):
-        for where, waits in _WAITS.items():
-            above = [getattr(each, f"{name}_imbalance_{where}") - 1 for each in reports]
+    for title, name in (("Language model", "llm"), ("Vision tower", "vit")):
+        for span, where, waits in _WAITS:
+            above = [getattr(each, f"{name}_imbalance_{span}") - 1 for each in reports]
             best = f"how far the busiest rank is above the mean, where ranks wait {waits}; 0 is even"
-            drawn.append(meter(f"Imbalance, {title}, {waits}", above, "+.2%", best))
+            drawn.append(meter(f"{title}: imbalance by {where}", above, "+.2%", best))
     rows = [[title, *(f"{getattr(report, name):,.6g}" for report in reports)] for title, name in _FIGURES]
     rows.append(
         [
@@ -73,7 +102,7 @@ def _compared(found: tuple[Compared, Compared]) -> Html:
         tag(
             "div",
             tag("h3", name),
-            *(named_row(row, place, LiveLinks()) for place, row in enumerate(each.packs)),
+            *(named_row(row, place, LiveLinks()) for place, row in enumerate(each.rows)),
             class_="panel",
         )
         for name, each in zip(names, found, strict=True)

@@ -12,7 +12,7 @@ from vlm_stream.view import plots
 from vlm_stream.view.facts import KINDS
 from vlm_stream.view.frame import LiveLinks, document, file_document, note, tiles
 from vlm_stream.view.html import Child, Html, join, table, tag
-from vlm_stream.view.members import first_medium
+from vlm_stream.view.pictures import first_medium
 from vlm_stream.view.sample import snippet
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from vlm_stream.format import Drawn
     from vlm_stream.plan import Ref
     from vlm_stream.view.catalog import Catalog, Page
-    from vlm_stream.view.facts import Query
-    from vlm_stream.view.overview import Overview
+    from vlm_stream.view.facts import Overview, Query
 
 PAGE_SIZE: Final = 48
 _EVERY_MS: Final = 700
@@ -50,7 +49,7 @@ def dataset_page(overview: Overview, query: Query, at: int, *, backwards: bool =
         tag("h2", "Samples", id="samples"),
         _filters(catalog, query),
         _pager(catalog, query, page),
-        _grid(catalog, page.refs) if page.refs else _nothing(page),
+        _grid(catalog, page) if page.refs else _nothing(page),
         _pager(catalog, query, page) if len(page.refs) > 12 else None,
         here="dataset",
     )
@@ -79,7 +78,7 @@ def overview_part(overview: Overview, query: Query) -> Html:
     """Return totals and histograms, which renew themselves until all shards were read."""
     catalog = overview.catalog
     catalog.start_scan()
-    known, wanted = catalog.num_scanned, len(catalog.scanned_shards)
+    known, wanted = len(catalog.known_facts()), len(catalog.scanned_shards)
     num_shards = sum(len(dataset.samples_per_shard) for dataset in catalog.datasets.opened)
     is_done = known >= wanted or bool(catalog.scan_problem)
     says = None
@@ -227,10 +226,10 @@ def _nothing(page: Page) -> Html:
     return note("No sample from here on matches. Clear a filter, or go back.")
 
 
-def _grid(catalog: Catalog, refs: Sequence[Ref]) -> Html:
-    drawn = catalog.draw(refs)
-    texts = catalog.texts(refs, drawn)
-    cards = (_card(catalog, *each) for each in zip(refs, drawn, texts, strict=True))
+def _grid(catalog: Catalog, page: Page) -> Html:
+    drawn = catalog.draw(page.refs)
+    texts = [page.texts[ref] for ref in page.refs] if page.texts else catalog.texts(page.refs, drawn)
+    cards = (_card(catalog, *each) for each in zip(page.refs, drawn, texts, strict=True))
     return tag("ul", *(tag("li", card) for card in cards), class_="grid")
 
 

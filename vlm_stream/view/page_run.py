@@ -87,7 +87,7 @@ def _rates(rates: dict[str, str]) -> Html | None:
 
 
 def _mixture(view: RunView) -> Html:
-    names = ["source", "wanted", view.lately, "the mark is what is wanted"]
+    names = ["source", "wanted (the mark)", view.lately, ""]
     rows: list[list[Any]] = [
         [each.name, f"{each.wanted:.2%}", f"{each.recent:.2%}", plots.share(each.recent, each.wanted)]
         for each in view.mixture

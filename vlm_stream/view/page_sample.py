@@ -12,7 +12,7 @@ from vlm_stream.format import medium_of
 from vlm_stream.schema import human_bytes
 from vlm_stream.view.frame import note
 from vlm_stream.view.html import Html, join, link, table, tag
-from vlm_stream.view.members import type_of
+from vlm_stream.view.pictures import type_of
 from vlm_stream.view.sample import Medium
 
 if TYPE_CHECKING:

@@ -32,7 +32,8 @@ _PAST: Final = (
 def step_page(view: StepView, settings: Settings, base: Settings, *, can_build: bool, says: str = "") -> Html:
     """Return the page of a step."""
     links = LiveLinks()
-    changed = _changed(settings, base)
+    usual = base.named()
+    changed = {name: value for name, value in settings.named().items() if value != usual[name]}
 
     def at(step: int, rank: int, **more: Any) -> str:
         return links.page("/step", step=step, rank=rank, **changed, **more)
@@ -74,11 +75,6 @@ def step_page(view: StepView, settings: Settings, base: Settings, *, can_build: 
         step_body(view, links, partial(at, view.number), build),
         here="step",
     )
-
-
-def _changed(settings: Settings, base: Settings, suffix: str = "") -> dict[str, Any]:
-    usual = base.named()
-    return {f"{name}{suffix}": value for name, value in settings.named().items() if value != usual[name]}
 
 
 def _jump(view: StepView, settings: Settings) -> Html:

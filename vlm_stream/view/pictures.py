@@ -1,6 +1,7 @@
-"""Pictures that pages show: thumbnails, images as the vision tower gets them, frames of clips.
+"""Media as pages show them: their types, thumbnails, images as the vision tower gets them, frames of clips.
 
-Enters: bytes of a member. Leaves: JPEG bytes. What cannot be decoded raises `BadSampleError`, as in a run.
+Enters: members, by name or by bytes. Leaves: types, JPEG bytes. What cannot be decoded raises `BadSampleError`, as in
+a run.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any, Final
 
+from vlm_stream.format import medium_of
 from vlm_stream.media import ImageConfig, decode_image, decode_video, to_rgb
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from vlm_stream.conversation import Seconds
+    from vlm_stream.format import Drawn
     from vlm_stream.media import DecodedVideo, VideoInfo
     from vlm_stream.tokens import Resized
 
@@ -26,6 +29,32 @@ _LARGEST: Final = 1400
 """Longest side of a picture on a page."""
 _MIN_CELL: Final = 6
 """Cells of a grid that are smaller on the page are not drawn."""
+_TYPES: Final = {
+    **dict.fromkeys(("jpg", "jpeg"), "image/jpeg"),
+    **{name: f"image/{name}" for name in ("png", "webp", "gif", "bmp", "avif")},
+    **dict.fromkeys(("mp4", "m4v", "mov"), "video/mp4"),
+    **{name: f"video/{name}" for name in ("webm",)},
+    **{name: f"audio/{name}" for name in ("wav", "flac", "ogg")},
+    "mp3": "audio/mpeg",
+    "m4a": "audio/mp4",
+    "opus": "audio/ogg",
+}
+"""What browsers show; every other member is handed out as a file, under no type that anything executes."""
+
+
+def type_of(member: str) -> str | None:
+    """Return the type under which a browser shows a member; None: it shows no such thing."""
+    return _TYPES.get(member.rpartition(".")[2].lower())
+
+
+def first_medium(drawn: Drawn) -> str | None:
+    """Return the name of the first member that is a picture or a clip; else that of a sound; None: there is none."""
+    media = [(medium_of(name), name) for name, *_ in drawn.members]
+    for kinds in (("image", "video"), ("audio",)):
+        for medium, name in media:
+            if medium in kinds:
+                return name
+    return None
 
 
 def to_jpeg(picture: Image.Image, quality: int = 84) -> bytes:

@@ -71,9 +71,9 @@ class Piece(NamedTuple):
     """0: a mark between two others."""
     kind: str
     """Its colour: `text`, `vision`, `label`, `pad`, `hole`."""
-    title: str = ""
-    href: str | None = None
-    group: int = 0
+    title: str
+    href: str | None
+    group: int
     """Which document it belongs to."""
 
 
@@ -97,7 +97,7 @@ def strip(pieces: Sequence[Piece], total: float, label: str) -> Html:
             height=_STRIP_HEIGHT,
             class_=f"{piece.kind} {'odd' if piece.group % 2 else 'even'}",
         )
-        told = tag("g", tag("title", piece.title), rect) if piece.title else rect
+        told = tag("g", tag("title", piece.title), rect)
         parts.append(told if piece.href is None else tag("a", told, href=piece.href))
         left += width
         if number + 1 == len(pieces) or pieces[number + 1].group != piece.group:

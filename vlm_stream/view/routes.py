@@ -14,23 +14,19 @@ from vlm_stream.conversation import iter_media, named_span
 from vlm_stream.errors import BadSampleError, InputError
 from vlm_stream.format import medium_of
 from vlm_stream.view.catalog import Name
-from vlm_stream.view.comparison import compare
 from vlm_stream.view.facts import KINDS, Query
 from vlm_stream.view.frame import LiveLinks, document
 from vlm_stream.view.html import Html, tag
-from vlm_stream.view.members import first_medium
-from vlm_stream.view.page_compare import compare_page
+from vlm_stream.view.page_compare import compare, compare_page
 from vlm_stream.view.page_dataset import dataset_page, overview_part
 from vlm_stream.view.page_run import run_page, run_part
 from vlm_stream.view.page_sample import sample_body
 from vlm_stream.view.page_step import step_page
-from vlm_stream.view.pictures import thumbnail, to_jpeg
+from vlm_stream.view.pictures import first_medium, thumbnail, to_jpeg
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from vlm_stream.conversation import Seconds
-    from vlm_stream.format import Drawn
     from vlm_stream.plan import Ref
     from vlm_stream.view.viewer import Viewer
 
@@ -185,31 +181,28 @@ def _compare(viewer: Viewer, values: Mapping[str, str]) -> Html:
 def _thumb(viewer: Viewer, values: Mapping[str, str]) -> bytes:
     ref = ref_of(viewer, values)
 
-    def make() -> bytes:
+    def make() -> list[bytes]:
         (drawn,) = viewer.catalog.draw([ref])
         name = first_medium(drawn)
         medium = medium_of(name) if name else None
         size = next((size for own, _, size in drawn.members if own == name), 0)
         if name is None or medium not in ("image", "video") or size > _MAX_THUMB_BYTES:
             raise InputError(f"no thumbnail: {size / 1e6:,.0f} MB" if size else "no picture in it")
-        seconds = _seconds(viewer, ref, drawn, name) if medium == "video" else None
-        return thumbnail(viewer.catalog.read_member(drawn, name), medium, seconds)
+        if medium == "image":
+            return [thumbnail(viewer.catalog.read_member(drawn, name), medium)]
+        (members,) = viewer.catalog.read_texts([drawn], name)
+        if isinstance(members, BadSampleError):
+            raise members
+        items = iter_media(viewer.catalog.conversation(ref, drawn, members))
+        seconds = next((named_span(item) for item in items if item.get("video") == name), None)
+        return [thumbnail(members[name], medium, seconds)]
 
-    return viewer.kept(("thumb", ref), make)
-
-
-def _seconds(viewer: Viewer, ref: Ref, drawn: Drawn, name: str) -> Seconds | None:
-    """Return the part of a clip that the sample shows first."""
-    (texts,) = viewer.catalog.read_texts([drawn])
-    if isinstance(texts, BadSampleError):
-        raise texts
-    items = iter_media(viewer.catalog.conversation(ref, drawn, texts))
-    return next((named_span(item) for item in items if item.get("video") == name), None)
+    return viewer.kept(("thumb", ref), make)[0]
 
 
 def _picture(viewer: Viewer, values: Mapping[str, str]) -> bytes:
     ref, number = ref_of(viewer, values), _number(values, "number") or 0
-    return viewer.kept(("picture", ref, number), lambda: viewer.samples.picture(ref, number))
+    return viewer.kept(("picture", ref, number), lambda: [viewer.samples.picture(ref, number)])[0]
 
 
 def _frame(viewer: Viewer, values: Mapping[str, str]) -> bytes:

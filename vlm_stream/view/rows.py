@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vlm_stream.plan import Ref, Step
     from vlm_stream.tokens import MediaSizes
     from vlm_stream.view.catalog import Catalog, Name
-    from vlm_stream.view.walk import Walk
+    from vlm_stream.view.steps import Walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,43 +69,26 @@ class Row:
 class StepView:
     """What one rank gets at one step, and what all ranks carry."""
 
-    number: int
-    rank: int
-    epoch: int
-    total: int | None
+    number: int = 0
+    rank: int = 0
+    epoch: int = 0
+    total: int | None = None
     micro_batches: tuple[tuple[Row, ...], ...]
-    llm: tuple[float, ...]
-    """[ranks] Cost in the language model, in tokens."""
-    vit: tuple[float, ...]
-    decode: tuple[float, ...]
+    llm: tuple[float, ...] = ()
+    """[ranks] Cost in the language model, in tokens; none of a batch of which nothing but its rows is known."""
+    vit: tuple[float, ...] = ()
+    decode: tuple[float, ...] = ()
     """[ranks] Megapixels that decoding clips goes through, as planned; in a step without clips, those of images."""
     is_decode_planned: bool = True
     """There are clips."""
-    labels: int | None
-    dropped: tuple[tuple[str, Document], ...]
+    labels: int | None = None
+    dropped: tuple[tuple[str, Document], ...] = ()
     by_micro: tuple[tuple[tuple[float, ...], ...], ...] = ()
     """[micro-batches] These three for each micro-batch, where ranks wait at each of them."""
     bad: tuple[BadSample, ...] | None
     """What was bad when it was built; None: it was not built."""
     run_begins: int | None = None
     """Where the state of a run stands, if this is not a step behind it but one of a plan from the start."""
-
-    @classmethod
-    def of_rows(cls, rows: Sequence[Row]) -> StepView:
-        """Return a batch of which nothing but its rows is known."""
-        none: tuple[float, ...] = ()
-        costs: dict[str, Any] = {"llm": none, "vit": none, "decode": none}
-        return cls(
-            number=0,
-            rank=0,
-            epoch=0,
-            total=None,
-            micro_batches=(tuple(rows),),
-            labels=None,
-            dropped=(),
-            bad=(),
-            **costs,
-        )
 
     @property
     def fill(self) -> float:
@@ -181,13 +164,13 @@ class StepReader:
             samples = window.samples
             lengths, vit = samples.tokens[at].tolist(), (samples.vit[at] / costs.scale).tolist()
             documents = self._documents(refs, lengths, samples.vision[at].tolist())
-            documents = [
-                replace(each, llm=costs.llm_linear * length + costs.llm_square * length**2, vit=seen)
-                for each, length, seen in zip(documents, lengths, vit, strict=True)
-            ]
+            decode = [each.decode for each in documents]
             if table.decode.any():
                 decode = (samples.decode[at] / 1000).tolist()
-                documents = [replace(each, decode=cost) for each, cost in zip(documents, decode, strict=True)]
+            documents = [
+                replace(each, llm=costs.llm_linear * length + costs.llm_square * length**2, vit=seen, decode=cost)
+                for each, length, seen, cost in zip(documents, lengths, vit, decode, strict=True)
+            ]
             rows += [documents] if isinstance(mode, PackConfig) else [[each] for each in documents]
         longest = max((sum(each.tokens for each in row) for row in rows), default=0)
         slots = mode.pack_size if isinstance(mode, PackConfig) else longest

@@ -22,7 +22,6 @@ from vlm_stream.format import is_text_member
 from vlm_stream.keys import EXIF_ROTATE
 from vlm_stream.media import decode_frame_list, decode_video
 from vlm_stream.tokens import MediaSizes, Resized, count_tokens, frame_indices, make_columns
-from vlm_stream.view.members import text_of
 from vlm_stream.view.pictures import as_seen, decode_frames, shown_frames
 
 if TYPE_CHECKING:
@@ -362,8 +361,7 @@ def _pretty(data: bytes) -> str:
     return text[:_MAX_TEXT] + cut
 
 
-def snippet(conversation_or_text: Any, length: int = 160) -> str:
+def snippet(text: str, length: int = 160) -> str:
     """Return the beginning of what is said."""
-    text = conversation_or_text if isinstance(conversation_or_text, str) else text_of(conversation_or_text)
     text = " ".join(text.split())
     return text if len(text) <= length else f"{text[: length - 1]}…"

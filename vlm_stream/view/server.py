@@ -24,7 +24,7 @@ from vlm_stream.format import medium_of
 from vlm_stream.view import routes
 from vlm_stream.view.frame import error_page, static_text, waiting_page
 from vlm_stream.view.html import url
-from vlm_stream.view.members import type_of
+from vlm_stream.view.pictures import type_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +69,8 @@ def make_app(viewer: Viewer, *, token: str | None = None, hosts: frozenset[str] 
     def page(make: Callable[..., Any], request: Any) -> Any:
         here = request.url.path.strip("/").partition("/")[0]
         try:
-            found = make(viewer, request.query_params)
+            with viewer.pace.page():
+                found = make(viewer, request.query_params)
         except Exception as error:  # whatever it is, the next page may do without it
             text, status = _say(error, request.url.path)
             return HTMLResponse(str(error_page(text, here)), status)
@@ -80,14 +81,16 @@ def make_app(viewer: Viewer, *, token: str | None = None, hosts: frozenset[str] 
         return HTMLResponse(str(found))
 
     def picture(make: Callable[..., bytes], request: Any) -> Any:
+        keeps = "no-store"  # what cannot be drawn now may be drawn later
         try:
-            data = make(viewer, request.query_params)
+            with viewer.pace.page():
+                data, keeps = make(viewer, request.query_params), "private, max-age=600"
         except VlmStreamError as error:
             data = routes.no_picture(str(error))
         except Exception as error:
             _logger.exception("the viewer could not draw %s", request.url.path)
             data = routes.no_picture(f"{type(error).__name__}: {error}")
-        return Response(data, media_type="image/jpeg", headers={"cache-control": "private, max-age=600"})
+        return Response(data, media_type="image/jpeg", headers={"cache-control": keeps})
 
     def static(request: Any) -> Any:
         name = request.path_params["name"]

@@ -17,11 +17,11 @@ from vlm_stream.encode import IGNORE
 from vlm_stream.errors import BadSampleError, ConfigError, InputError
 from vlm_stream.format import medium_of
 from vlm_stream.view.catalog import Name
-from vlm_stream.view.frame import file_document, note
+from vlm_stream.view.frame import Links, file_document, note
 from vlm_stream.view.html import Html, join, tag
-from vlm_stream.view.members import type_of
 from vlm_stream.view.page_sample import prompt_body, sample_body
 from vlm_stream.view.page_step import step_body
+from vlm_stream.view.pictures import type_of
 from vlm_stream.view.routes import no_picture
 from vlm_stream.view.rows import Document, Row, StepView, kinds_of, labels_at
 from vlm_stream.view.sample import Prompt, prompt_runs
@@ -61,24 +61,12 @@ class Shown:
         return f"Shown({len(self.html):,} characters of HTML; .save(path) writes them)"
 
 
-class FileLinks:
+class FileLinks(Links):
     """Links of a single file: media are in it, other pages are nowhere."""
 
     def __init__(self, viewer: Viewer) -> None:
         """Read media of a viewer's datasets."""
         self._viewer = viewer
-
-    def page(self, path: str, **query: Any) -> None:  # noqa: ARG002
-        """Return nothing: there are no other pages."""
-        return
-
-    def sample(self, name: Name, row: int | None = None) -> None:  # noqa: ARG002
-        """Return nothing: there are no other pages."""
-        return
-
-    def thumb(self, name: Name, row: int) -> None:  # noqa: ARG002
-        """Return nothing: a file has no grid."""
-        return
 
     def member(self, sample: Sample, member: str) -> str | None:
         """Return clips and sounds that are small enough; pictures are drawn anyway."""
@@ -119,12 +107,12 @@ def show_samples(viewer: Viewer, refs: Sequence[Ref]) -> Shown:
     return _shown(", ".join(sample.name.key for sample in samples), *(sample_body(each, links) for each in samples))
 
 
-def show_step(viewer: Viewer, view: StepView, *, max_samples: int = _MAX_SAMPLES) -> Shown:
+def show_step(viewer: Viewer, view: StepView) -> Shown:
     """Return what a rank gets at a step, and its first samples."""
     links = FileLinks(viewer)
     title = f"Step {view.number}, rank {view.rank} of {len(view.llm)}"
     refs = [each.ref for micro in view.micro_batches for row in micro for each in row.documents]
-    bodies = [sample_body(viewer.samples.read(ref), links) for ref in refs[:max_samples]]
+    bodies = [sample_body(viewer.samples.read(ref), links) for ref in refs[:_MAX_SAMPLES]]
     left = len(refs) - len(bodies)
     more = note(f"{left} more samples are in it: name one with --key.") if left > 0 else None
     return _shown(title, tag("h1", title), step_body(view, links), *bodies, more)
@@ -160,7 +148,7 @@ def show_batch(viewer: Viewer, batch: Mapping[str, Any]) -> Shown:
             )
             parts.append(join(tag("h2", f"Row {place}"), prompt_body(prompt)))
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items() if hasattr(value, "shape"))
-    view = StepView.of_rows(rows)
+    view = StepView(micro_batches=(tuple(rows),), bad=())
     says = "" if "refs" in batch else "Deliver batches with with_refs=True to see the samples in them, and their media."
     links = FileLinks(viewer)
     refs = list(dict.fromkeys(each.ref for row in rows for each in row.documents))

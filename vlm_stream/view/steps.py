@@ -1,29 +1,33 @@
 """Plans as pages show them: any step of any plan over the opened datasets, and where a run stands in one.
 
-Enters: settings of a plan. Leaves: walks, and `StepView`s. Steps are found by planning ahead from the
-nearest cursor that was noted on the way, so that going back does not begin at the start.
+Enters: settings of a plan, maybe a state. Leaves: `Step`s and `StepView`s. Steps are found by planning ahead. Cursors
+are noted on the way and by a thread in the background, so that a step far ahead, or one before the last, does not cost
+the way from the start.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from vlm_stream.errors import ConfigError, InputError
+from vlm_stream.errors import ConfigError, InputError, VlmStreamError
 from vlm_stream.plan import find_samples, read_state
 from vlm_stream.planning import open_plan
 from vlm_stream.view.rows import StepReader
-from vlm_stream.view.walk import Walk
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from vlm_stream.options import StreamOptions
-    from vlm_stream.plan import PlannedSample, Ref
+    from vlm_stream.plan import PlannedSample, Ref, Step, StepShape
+    from vlm_stream.planning import Plan
     from vlm_stream.view.catalog import Catalog
     from vlm_stream.view.rows import StepView
+    from vlm_stream.view.viewer import Pace
 
 SETTINGS: Final = ("mode", "pack_size", "batch_size", "micro_batches", "window", "seed", "barrier")
 """Options that a page may change."""
@@ -32,6 +36,149 @@ _MOST: Final = {"pack_size": 1 << 24, "window": 1 << 24, "world": 1 << 13}
 """What a page may ask for."""
 _MOST_UNITS: Final = 1 << 17
 """Of a step."""
+_KEPT_STEPS: Final = 128
+_NOTED: Final = 16
+"""Horizons between two cursors that are noted."""
+_MAX_NOTES: Final = 2048
+_NEAR: Final = 1024
+"""Steps that are planned ahead while a page waits."""
+_WALK_SECONDS: Final = 120.0
+"""How long a plan is walked through in the background; endless ones never end."""
+_FOLLOWED: Final = 256
+"""Steps after which the state of a running loader is noted."""
+
+
+class Walk:
+    """Finds steps of one plan; may be used by several threads."""
+
+    def __init__(self, plan: Plan, shape: StepShape, state: dict[str, Any] | None, pace: Pace) -> None:
+        """Begin at the start or at a state."""
+        self.plan, self.shape, self._state, self._pace = plan, shape, state, pace
+        self.first = 0 if state is None else read_state(state).delivered.steps
+        """The first step that can be found."""
+        self.total: int | None = None
+        """Steps from the start of the run, once all were walked through."""
+        self._planner = plan.after(0).planner
+        self._notes: dict[int, Any] = {}
+        self._kept: OrderedDict[int, Step] = OrderedDict()
+        self._steps: Iterator[Step] | None = None
+        self._at, self._target = 0, 0
+        self._lock, self._notes_lock = threading.Lock(), threading.Lock()
+        self._walker: threading.Thread | None = None
+
+    def step(self, number: int) -> Step:
+        """Return one step.
+
+        Raises:
+            InputError: The run ends before it, or the state stands after it.
+        """
+        with self._lock:
+            if number in self._kept:
+                self._kept.move_to_end(number)
+                return self._kept[number]
+            if number < self.first or (self.total is not None and number >= self.total):
+                raise self._absent(number)
+            if self._steps is None or self._at > number:
+                self._restart(number)
+            self._target = number
+            steps: Any = self._steps
+            self._steps = None  # what has failed, or has ended, does not go on
+            for found in steps:
+                self._at = found.index + 1
+                self._kept[found.index] = found
+                if len(self._kept) > _KEPT_STEPS:
+                    self._kept.popitem(last=False)
+                if found.index >= number:
+                    break
+            if number not in self._kept:
+                raise self._absent(number)
+            self._steps = steps
+            return self._kept[number]
+
+    def _absent(self, number: int) -> InputError:
+        end = "" if self.total is None else f"; it has the steps {self.first} to {self.total - 1}"
+        return InputError(f"there is no step {number} in this plan{end}: ask for another one, or change the plan")
+
+    def _restart(self, number: int) -> None:
+        cursor, first = self._nearest(number)
+        state = self._state
+        if isinstance(cursor, dict):
+            state = cursor
+        elif cursor is not None:
+            state = self._planner.encode(replace(cursor, delivered=replace(cursor.delivered, steps=first)))
+        self._at = first
+
+        def wanted(first: int, horizon: Any) -> bool:
+            return bool(first + horizon.num_steps > self._target)
+
+        self._steps = self._planner.search(self.shape, state, wanted)
+
+    def _nearest(self, number: int) -> tuple[Any, int]:
+        """Return the last cursor that was noted before a step, and the step that it stands at."""
+        with self._notes_lock:
+            firsts = sorted(self._notes)
+            place = bisect_right(firsts, number)
+            return (self._notes[firsts[place - 1]], firsts[place - 1]) if place else (None, self.first)
+
+    def note(self, state: dict[str, Any]) -> None:
+        """Note where a run stands, so that the steps around it are found without the way from the start."""
+        read = read_state(state)
+        if read.begun is not None and read.begun.micro_done:  # some of that step is behind it
+            return
+        step = read.delivered.steps
+        if step - self._nearest(step)[1] >= _FOLLOWED:
+            with self._notes_lock:
+                self._notes[step] = state
+
+    def is_near(self, number: int) -> bool:
+        """Tell whether a step is found soon: it is kept, or a cursor was noted not far before it."""
+        return (
+            number in self._kept
+            or number - max(self._nearest(number)[1], self._at if self._at <= number else 0) < _NEAR
+        )
+
+    def start(self) -> None:
+        """Begin to walk through the plan in the background, once: how long it is, and cursors on the way."""
+        with self._lock:
+            if self._walker is None:
+                self._walker = threading.Thread(target=self._walk, name="vlm-stream-view-walk", daemon=True)
+                self._walker.start()
+
+    def _walk(self) -> None:
+        begin, at, seen, spacing = time.monotonic(), self.first, 0, _NOTED
+        worked = begin
+
+        class _TooLongError(Exception):
+            pass
+
+        def look(first: int, horizon: Any) -> bool:
+            nonlocal at, seen, spacing, worked
+            if seen % spacing == 0:
+                spacing = self._note(first, horizon.before, spacing)
+            seen += 1
+            at = first + horizon.num_steps
+            if time.monotonic() - begin > _WALK_SECONDS or self._pace.is_closed:
+                raise _TooLongError
+            worked = self._pace.rest(worked)
+            return False
+
+        try:
+            for step in self.plan.after(0).planner.search(self.shape, self._state, look):
+                at = step.index + 1
+            self.total = at
+        except (_TooLongError, RuntimeError):  # RuntimeError: the interpreter ends
+            return
+        except VlmStreamError:  # the page that needs what cannot be read says so, and the next one begins again
+            self._walker = None
+
+    def _note(self, first: int, cursor: Any, spacing: int) -> int:
+        """Keep a cursor; once there are many, every other one goes, and the next are twice as far apart."""
+        with self._notes_lock:
+            self._notes[first] = cursor
+            if len(self._notes) < _MAX_NOTES:
+                return spacing
+            self._notes = {each: self._notes[each] for each in sorted(self._notes)[::2]}
+            return spacing * 2
 
 
 class Settings(NamedTuple):
@@ -59,8 +206,6 @@ class PlanBook:
         self.now: dict[str, Any] | None = None
         """Where the run stands: there, or later."""
         self.epochs_before = 0
-        self.share = 1.0
-        """Of a core that threads in the background take."""
         self._is_followed = False
         self._walks: OrderedDict[Any, Walk] = OrderedDict()
         self._lock, self._encoding = threading.Lock(), lock
@@ -108,7 +253,7 @@ class PlanBook:
                     plan = open_plan(self._sources, settings.options, self._processor, opened=self.catalog.datasets)
                 shape = settings.options.shape(settings.world)
                 state = self.state if from_state else None
-                self._walks[key] = Walk(plan.after(self.epochs_before), shape, state, share=self.share)
+                self._walks[key] = Walk(plan.after(self.epochs_before), shape, state, self.catalog.pace)
                 if len(self._walks) > _KEPT_PLANS:
                     self._walks.popitem(last=False)
             self._walks.move_to_end(key)

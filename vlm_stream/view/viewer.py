@@ -7,22 +7,24 @@ ones, plans by their settings; and what was drawn, kept within a bound of memory
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.plan import read_state
 from vlm_stream.planning import open_plan
 from vlm_stream.state import RunState
 from vlm_stream.view.catalog import Catalog
-from vlm_stream.view.overview import Overview
+from vlm_stream.view.facts import Overview
 from vlm_stream.view.runs import Watched, run_view
 from vlm_stream.view.sample import SampleReader
 from vlm_stream.view.steps import PlanBook, Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from vlm_stream.options import StreamOptions
     from vlm_stream.plan import Ref
@@ -35,10 +37,42 @@ _MAX_KEPT: Final = 96 << 20
 _PATIENCE_S: Final = 0.2
 _AGAIN_S: Final = 30.0
 """How long somebody waits who asks again."""
-_MOST_WAITING: Final = 8
-"""Pages that were made and are not asked for again."""
 _GUEST_SHARE: Final = 0.1
 """Of a core, for threads in a trainer's process."""
+_MAX_REST: Final = 1.0
+"""Seconds."""
+
+
+class Pace:
+    """When threads in the background work: not while a page is made, and for no more than a share of a core."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        """Begin without pages."""
+        self.share = share
+        self.is_closed = False
+        """Whether they are to end."""
+        self._num_pages = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def page(self) -> Iterator[None]:
+        """Make a page: threads in the background wait for its end."""
+        with self._changed:
+            self._num_pages += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_pages -= 1
+                self._changed.notify_all()
+
+    def rest(self, worked_since: float) -> float:
+        """Wait after some work, never for long; return the time."""
+        if self.share < 1:
+            time.sleep(min((time.monotonic() - worked_since) * (1 / self.share - 1), _MAX_REST))
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_pages, _MAX_REST)
+        return time.monotonic()
 
 
 class Viewer:
@@ -65,31 +99,34 @@ class Viewer:
             run: The run that is looked at.
         """
         self.sources, self.options, self.processor = tuple(sources), options, processor
-        self.plan = plan or open_plan(self.sources, options, processor)
-        self.catalog = Catalog(self.plan)
+        if plan is None:
+            plan = open_plan(self.sources, options, processor)
+            plan.datasets.cache.is_decoded = True
+        self.plan = plan
+        run = run or Watched()
+        self.pace = Pace(1.0 if run.loader is None else _GUEST_SHARE)
+        self.catalog = Catalog(self.plan, self.pace)
         self.overview = Overview(self.catalog)
         encoding = threading.Lock()  # tokenizers are not to be called by several threads
         self.samples = SampleReader(self.catalog, processor, encoding)
         self.book = PlanBook(self.catalog, self.sources, processor, Settings(options, world), encoding)
-        run = run or Watched()
         self.book.stand_at(run.state, run.epochs_before)
         self._bad = run.bad
-        self._loader = (
-            None if run.loader is None else weakref.ref(run.loader)
-        )  # a loader that is dropped ends its builders
-        if run.loader is not None:
-            self.book.share = self.catalog.share = _GUEST_SHARE
+        # Weak: a loader that is dropped ends its builders.
+        self._loader = None if run.loader is None else weakref.ref(run.loader)
         self._follow()
         self.patience_s = _PATIENCE_S
         """How long a page is waited for before a waiting one is shown."""
-        self._pending: dict[Hashable, Future[Any]] = {}
-        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self._pending: dict[Hashable, tuple[float, Future[Any]]] = {}
+        """When a page was last asked for, and the page."""
+        self._kept: OrderedDict[Hashable, list[bytes]] = OrderedDict()
         self._num_bytes = 0
         self._guard = threading.Lock()
         self._drawing = threading.Lock()
 
     def close(self) -> None:
         """End threads and connections."""
+        self.pace.is_closed = True
         self.catalog.close()
 
     def warm(self) -> None:
@@ -127,46 +164,40 @@ class Viewer:
 
         Who asks again waits for it.
         """
+        now = time.monotonic()
         with self._guard:
-            found = self._pending.get(key)
-            patience_s = self.patience_s if found is None else _AGAIN_S
-            if found is None:
-                found = self._pending[key] = Future()
+            for other, (asked, page) in list(self._pending.items()):
+                if page.done() and now - asked > _AGAIN_S:  # somebody has left before it came, and it is old now
+                    del self._pending[other]
+            is_new = key not in self._pending
+            found = Future() if is_new else self._pending[key][1]
+            self._pending[key] = now, found
+            if is_new:
                 threading.Thread(target=_fulfil, args=(found, make), name="vlm-stream-view-page", daemon=True).start()
-        if not wait([found], patience_s).done:
+        if not wait([found], self.patience_s if is_new else _AGAIN_S).done:
             return None
         with self._guard:
             self._pending.pop(key, None)
-            for other in [each for each, future in self._pending.items() if future.done()][:-_MOST_WAITING]:
-                del self._pending[other]  # somebody has left before the page came
         return found.result()
-
-    def kept(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
-        """Return a picture, drawn once while there is room for it."""
-        found: bytes = self._keep(key, make, len)
-        return found
 
     def frames_of(self, ref: Ref, number: int) -> list[bytes]:
         """Return the frames of a clip that are shown, decoded once."""
         with self._drawing:  # the page asks for all of them at a time
-            found: list[bytes] = self._keep(
-                ("frames", ref, number), lambda: self.samples.strip(ref, number), lambda frames: sum(map(len, frames))
-            )
-        return found
+            return self.kept(("frames", ref, number), lambda: self.samples.strip(ref, number))
 
-    def _keep(self, key: Hashable, make: Callable[[], Any], size: Callable[[Any], int]) -> Any:
+    def kept(self, key: Hashable, make: Callable[[], list[bytes]]) -> list[bytes]:
+        """Return pictures, drawn once while there is room for them."""
         with self._guard:
             if key in self._kept:
                 self._kept.move_to_end(key)
-                return self._kept[key][0]
+                return self._kept[key]
         made = make()
         with self._guard:
             if key not in self._kept:
-                self._kept[key] = made, size(made)
-                self._num_bytes += size(made)
+                self._kept[key] = made
+                self._num_bytes += sum(map(len, made))
             while self._num_bytes > _MAX_KEPT and len(self._kept) > 1:
-                _, (_, freed) = self._kept.popitem(last=False)
-                self._num_bytes -= freed
+                self._num_bytes -= sum(map(len, self._kept.popitem(last=False)[1]))
         return made
 
 
