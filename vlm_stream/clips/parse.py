@@ -27,7 +27,7 @@ _CONTAINERS: Final = ("mov", "matroska")
 _PLAIN_FORMATS: Final = frozenset({"yuv420p", "yuvj420p", "yuv444p", "yuvj444p"})
 _BLOCK_HEADER: Final = 64
 """Matroska's packets are told by the element around them: its header is shorter than this."""
-_CHANGES: Final = ("new_extradata", "param_change", "palette")
+_CHANGES: Final = frozenset(("new_extradata", "param_change", "palette"))
 """What a demuxer may hand to the decoder beside a packet's bytes."""
 _CHANGED: Final = "its coding changes on the way"
 _VP8_SHOWN: Final = 0x10
@@ -84,12 +84,12 @@ def _walk(data: bytes, container: Any, stream: Any) -> ClipTable | str:
         if not packet.size:
             continue
         content = bytes(packet)
-        offset = data.find(content, packet.pos, packet.pos + len(content) + _BLOCK_HEADER) if packet.pos else -1
+        offset = _find(data, content, packet.pos) if packet.pos else -1
         if offset < 0:
             return "its packets are not stored as they are decoded"
         if packet.pts is None:
             return "a packet has no time"
-        if any(packet.has_sidedata(kind) for kind in _CHANGES):
+        if any(beside.data_type in _CHANGES for beside in packet.iter_sidedata()):
             return _CHANGED
         if not packets:
             # Only a picture tells how it is turned, cropped and interlaced; this one may be hidden.
@@ -111,6 +111,12 @@ def _walk(data: bytes, container: Any, stream: Any) -> ClipTable | str:
     columns = [np.array(column, np.int64) for column in (*zip(*packets, strict=True), begins)]
     rate = stream.average_rate or stream.guessed_rate or Fraction(0)
     return _table(data, _codec(stream, first), (rate.numerator, rate.denominator), is_plain, columns)
+
+
+def _find(data: bytes, content: bytes, begin: int) -> int:
+    """Return where a packet lies that is said to lie at some place; below 0: it is not there as it is."""
+    # A search prepares itself before it looks.
+    return begin if data.startswith(content, begin) else data.find(content, begin, begin + len(content) + _BLOCK_HEADER)
 
 
 def _is_plain(stream: Any, first: Any, num_keyframes: int) -> bool:
