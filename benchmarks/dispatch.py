@@ -1,11 +1,13 @@
 """What a few expensive batches cost: wall time against work divided by workers.
 
-    python benchmarks/dispatch.py [heavy] [lognormal] [kills]
+    python benchmarks/dispatch.py [heavy] [lognormal] [clips] [kills]
 
-`heavy`: 4 % of the batches take 1 s, the others 20 ms. `lognormal`: sigma 1.2 around 50 ms. Both sleep in `collate_fn`,
-8 workers; a batch's cost follows the length of its text, which the index knows. Times run from the first batch to the
-last: starting processes is not counted. `kills`: 4 workers, one of which is killed or stopped at random, 50 times; the
-batches are compared with those of an undisturbed run. Real clips beside other loaders: `python -m benchmarks.peers`.
+`heavy`: 4 % of the batches take 1 s, the others 20 ms. `lognormal`: sigma 1.2 around 50 ms. Both sleep in
+`collate_fn`, 8 workers; a batch's cost follows the length of its text, which the index knows. Times run from the first
+batch to the last: starting processes is not counted. `clips`: one sample in 25 is a clip of 5 min of which 8 frames
+are read, the others are images; local, 2 workers, with tables of the clips and without, in turns. `kills`: 4 workers,
+one of which is killed or stopped at random, 50 times; the batches are compared with those of an undisturbed run. Real
+clips beside other loaders: `python -m benchmarks.peers`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -72,6 +76,36 @@ def measure_sleeps(name: str, seconds: list[float]) -> None:
     print(f"{name}: {wall:.2f} s for {work:.1f} s of work, {ratio:.3f} of work / workers; {twice} batches built twice")
 
 
+def measure_clips() -> None:
+    """Print the seconds of an epoch with tables of clips and without."""
+    from benchmarks.video import CASES, make_clip, write_records
+    from vlm_stream.testing import build_processor, make_jpeg
+
+    processor = build_processor("qwen2_5_vl")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = [make_clip(folder, CASES["5 min"])] + [folder / f"{number}.jpg" for number in range(24)]
+        for number, image in enumerate(files[1:]):
+            image.write_bytes(make_jpeg(480, 640, seed=number))
+        make_shards(write_records(folder, files * 8), folder / "with", samples_per_shard=20)
+        shutil.copytree(folder / "with", folder / "without")
+        for tables in (folder / "without").glob("*.clips.bin"):
+            tables.unlink()
+        seconds: dict[str, list[float]] = {"with": [], "without": []}
+        for which in [*seconds] * 3:
+            loader = StreamLoader(
+                folder / which, processor=processor, mode="plain", batch_size=1, max_frames=8, num_workers=2
+            )
+            with loader:
+                batches = iter(loader)
+                next(batches)
+                begin = time.perf_counter()
+                assert sum(1 for _ in batches) == len(files) * 8 - 1
+                seconds[which].append(time.perf_counter() - begin)
+    with_tables, without = (statistics.median(each) for each in seconds.values())
+    print(f"clips: {with_tables:.2f} s with tables, {without:.2f} s without, {without / with_tables:.1f} times as long")
+
+
 def measure_kills(num_kills: int = 50) -> None:
     """Print what came otherwise, how long the loader waited, and what was left behind."""
     with tempfile.TemporaryDirectory() as name:
@@ -117,11 +151,13 @@ def _planned(shards: Path, options: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or ["heavy", "lognormal", "kills"]
+    chosen = sys.argv[1:] or ["heavy", "lognormal", "clips", "kills"]
     rng = random.Random(0)
     if "heavy" in chosen:
         measure_sleeps("heavy", [1.0 if rng.random() < 0.04 else 0.02 for _ in range(NUM_BATCHES)])
     if "lognormal" in chosen:
         measure_sleeps("lognormal", [0.05 * rng.lognormvariate(0, 1.2) for _ in range(NUM_BATCHES)])
+    if "clips" in chosen:
+        measure_clips()
     if "kills" in chosen:
         measure_kills()

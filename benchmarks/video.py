@@ -1,13 +1,15 @@
 """Frames of long clips, from S3 with 30 ms a request: bytes, requests, seconds and memory for each clip.
 
-    python benchmarks/video.py [--length L] [--clips FOLDER] [clips] [convert]
+    python benchmarks/video.py [--length L] [--clips FOLDER] [--gbit N] [clips] [convert]
 
 `clips`: 8, 32 and 128 frames of clips of 30 s (also at 2 frames a second), 5 min and 60 min (H.264, 320x180, a keyframe
-every 2 s, with sound), and of 5 min at 1080p. `frames` decodes by as many threads as this machine has cores, up to 8.
+every 2 s, with sound), and of 60 min at 1080p. `frames` decodes by as many threads as this machine has cores, up to 8.
 Ways: `frames` (tables of clips: ranges, and packets into PyAV), `whole` (this package without tables: the whole file,
 into PyAV), `decord` (the file downloaded, then decord), `torchcodec` (on a file-like object of
 fsspec over the same S3 client, approximate seeks). Each way and length is a process of its own, in turns; all read from
-one SeaweedFS server behind one proxy, which adds the latency and counts requests and bytes.
+one SeaweedFS server behind one proxy, which adds the latency and counts requests and bytes. Loopback makes a download
+nearly free; `--gbit` limits what all connections of the proxy carry together. `core s` is the processor time of the
+reading process alone, so what a core of builders reads when they wait for nothing; server and proxy share the machine.
 
 `convert`: clips a second with and without tables, local, one process, in turns.
 """
@@ -15,6 +17,7 @@ one SeaweedFS server behind one proxy, which adds the latency and counts request
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import io
 import json
@@ -43,19 +46,20 @@ class Case(NamedTuple):
     seconds: int
     frames: tuple[int, ...] = (8, 32, 128)
     size: str = "320x180"
+    repeats: int = 3
 
 
 CASES = {
     "30 s": Case(30, (8, 32, 60, 128)),  # 60: two a second
     "5 min": Case(300),
     "60 min": Case(3600),
-    "1080p": Case(300, size="1920x1080"),
+    "1080p": Case(3600, (8, 32), "1920x1080", repeats=1),
 }
 
 
 def make_clip(folder: Path, case: Case) -> Path:
     """Return an mp4 of that length; long ones repeat a part, whose pictures are coded once."""
-    seconds, part = case.seconds, 300 if case.size == "320x180" else 30
+    seconds, part = case.seconds, 60 if case.size == "320x180" else 10
     path = folder / f"{case.size}-{seconds}.mp4"
     if path.exists():
         return path
@@ -63,9 +67,11 @@ def make_clip(folder: Path, case: Case) -> Path:
         once = make_clip(folder, case._replace(seconds=part))
         _ffmpeg(f"-stream_loop {seconds // part - 1} -i {once} -c copy {path}")
     else:
-        source = f"testsrc2=size={case.size}:rate=25:duration={seconds},noise=alls=8:allf=t:all_seed=1"
+        is_small = case.size == "320x180"
+        noise, quality = (",noise=alls=8:allf=t:all_seed=1", 30) if is_small else ("", 38)
+        source = f"testsrc2=size={case.size}:rate=25:duration={seconds}{noise}"
         sound = f"-f lavfi -i sine=frequency=440:duration={seconds} -c:a aac"
-        code = "-c:v libx264 -preset ultrafast -bf 2 -g 50 -keyint_min 50 -crf 30 -pix_fmt yuv420p"
+        code = f"-c:v libx264 -preset ultrafast -bf 2 -g 50 -keyint_min 50 -crf {quality} -pix_fmt yuv420p"
         _ffmpeg(f"-f lavfi -i {source} {sound} {code} -movflags +faststart {path}")
     return path
 
@@ -74,20 +80,16 @@ def _ffmpeg(arguments: str) -> None:
     subprocess.run(["ffmpeg", "-loglevel", "error", "-nostdin", "-y", *arguments.split()], check=True)
 
 
-def write_records(folder: Path, clips: list[Path]) -> Path:
-    """Write a conversation about each clip."""
+def write_records(folder: Path, files: list[Path]) -> Path:
+    """Write a conversation about each clip or image."""
     path = folder / "records.jsonl"
-    lines = [
-        {
-            "id": clip.name,
-            "conversation": [
-                {"role": "user", "content": [{"type": "video", "video": str(clip)}, {"type": "text", "text": "What?"}]},
-                {"role": "assistant", "content": [{"type": "text", "text": "A clip."}]},
-            ],
-        }
-        for clip in clips
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with path.open("w") as lines:
+        for number, file in enumerate(files):
+            medium = "image" if file.suffix == ".jpg" else "video"
+            asked = [{"type": medium, medium: str(file)}, {"type": "text", "text": "What?"}]
+            answer = {"role": "assistant", "content": [{"type": "text", "text": "That."}]}
+            turns = [{"role": "user", "content": asked}, answer]
+            lines.write(json.dumps({"id": str(number), "conversation": turns}) + "\n")
     return path
 
 
@@ -100,15 +102,14 @@ def run_way(way: str, place: dict[str, Any]) -> None:
         place
     )
     before = _memory("VmRSS")
-    read(2)  # imports and connections are not counted
     for line in sys.stdin:
         num_frames = int(line)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
-        begin = time.perf_counter()
+        begin, begin_cpu = time.perf_counter(), time.process_time()
         frames = read(num_frames)
-        seconds = time.perf_counter() - begin
         answer = {
-            "seconds": seconds,
+            "seconds": time.perf_counter() - begin,
+            "cpu": time.process_time() - begin_cpu,
             "sum": int(frames.sum()),
             "count": len(frames),
             "memory": max(_memory("VmHWM") - before, 0),
@@ -194,7 +195,7 @@ def read_decord(place: dict[str, Any]) -> Callable[[int], Any]:
 
     from vlm_stream.storage import open_store
 
-    store = open_store(place["files"], _options(place))
+    store = open_store(place["url"], _options(place))
 
     def read(num_frames: int) -> Any:
         video = decord.VideoReader(io.BytesIO(store.get(place["file"])), num_threads=1)
@@ -210,7 +211,7 @@ def read_torchcodec(place: dict[str, Any]) -> Callable[[int], Any]:
     from torchcodec.decoders import VideoDecoder
 
     files = FsspecStore("s3", endpoint=place["endpoint"], region="us-east-1", client_options={"allow_http": True})
-    path = f"{place['files'].removeprefix('s3://')}/{place['file']}"
+    path = f"{place['url'].removeprefix('s3://')}/{place['file']}"
 
     def read(num_frames: int) -> Any:
         with files.open(path, "rb") as file:
@@ -224,63 +225,52 @@ def read_torchcodec(place: dict[str, Any]) -> Callable[[int], Any]:
 # --- The table ----------------------------------------------------------------------------------------------------
 
 
-def measure_clips(folder: Path, kept: Path, cases: dict[str, Case]) -> None:
+def measure_clips(folder: Path, args: argparse.Namespace) -> None:
     """Print bytes, requests, seconds and memory of every way, length and number of frames."""
     from benchmarks.peers.proxy import CountingProxy
     from tests.servers import S3Server
     from vlm_stream.convert import make_shards
     from vlm_stream.storage import open_store
 
-    clips = [make_clip(kept, case) for case in cases.values()]
+    clips = [make_clip(args.kept, case) for case in args.cases.values()]
     make_shards(write_records(folder, clips), folder / "shards", samples_per_shard=1, workers=1)
-    ways = [way for way in WAYS if way in ("frames", "whole") or importlib.util.find_spec(way)]
     (folder / "s3").mkdir()
     with S3Server(folder / "s3") as server:
         os.environ.update(server.environment)
-        store = open_store(server.url(BUCKET_PATH), server.options)
-        for path in (folder / "shards").iterdir():
-            if path.is_file():
-                store.put(path.name, path)
-        for clip in clips:
-            store.put(clip.name, clip)
-        with CountingProxy(("127.0.0.1", server.port), LATENCY_S) as proxy:
-            titles = ("clip", "frames", "way", "MB", "of the file", "requests", "s", "memory MB")
-            print(" ".join(f"{title:>11}" for title in titles))
-            for shard, (name, clip) in enumerate(zip(cases, clips, strict=True)):
-                place = {
-                    "endpoint": proxy.endpoint,
-                    "url": server.url(BUCKET_PATH),
-                    "shard": shard,
-                    "files": server.url(BUCKET_PATH),
-                    "file": clip.name,
-                }
-                _measure_case(name, clip.stat().st_size, place, ways, proxy)
+        url = server.url(BUCKET_PATH)
+        store = open_store(url, server.options)
+        for path in (*(path for path in (folder / "shards").iterdir() if path.is_file()), *clips):
+            store.put(path.name, path)
+        limit = args.gbit * 1e9 / 8 if args.gbit else float("inf")
+        with CountingProxy(("127.0.0.1", server.port), LATENCY_S, limit) as proxy:
+            _print_row("clip", "frames", "way", "MB", "of the file", "requests", "s", "core s", "memory MB")
+            for shard, (name, clip) in enumerate(zip(args.cases, clips, strict=True)):
+                place = {"endpoint": proxy.endpoint, "url": url, "shard": shard, "file": clip.name}
+                _measure_case(name, clip.stat().st_size, place, proxy)
 
 
-def _measure_case(name: str, size: int, place: dict[str, Any], ways: list[str], proxy: Any) -> None:
+def _print_row(*cells: str) -> None:
+    print(" ".join(f"{cell:>11}" for cell in cells), flush=True)
+
+
+def _measure_case(name: str, size: int, place: dict[str, Any], proxy: Any) -> None:
+    ways = [way for way in WAYS if way in ("frames", "whole") or importlib.util.find_spec(way)]
     running = {way: _start(way, place) for way in ways}
     for num_frames in CASES[name].frames:
         sums = {}
         for way, process in running.items():
-            found = [_ask(process, num_frames, proxy) for _ in range(3)]
+            found = [_ask(process, num_frames, proxy) for _ in range(CASES[name].repeats)]
             answer = {key: statistics.median(each[key] for each in found) for key in found[0]}
             sums[way] = (answer["count"], answer["sum"])
-            cells = (
-                name,
-                str(num_frames),
-                way,
-                f"{answer['bytes'] / 1e6:.2f}",
-                f"{answer['bytes'] / size:.1%}",
-                f"{answer['requests']:.0f}",
-                f"{answer['seconds']:.3f}",
-                f"{answer['memory'] / 1e6:.0f}",
+            _print_row(
+                *(name, str(num_frames), way),
+                *(f"{answer['bytes'] / 1e6:.2f}", f"{answer['bytes'] / size:.1%}", f"{answer['requests']:.0f}"),
+                *(f"{answer['seconds']:.3f}", f"{answer['cpu']:.3f}", f"{answer['memory'] / 1e6:.0f}"),
             )
-            print(" ".join(f"{cell:>11}" for cell in cells), flush=True)
         if sums["frames"] != sums["whole"]:
             raise SystemExit(f"the frames differ: {sums}")
     for process in running.values():
-        process.stdin.close()
-        process.wait(timeout=30)
+        process.communicate(timeout=30)
 
 
 def _start(way: str, place: dict[str, Any]) -> Any:
@@ -291,30 +281,32 @@ def _start(way: str, place: dict[str, Any]) -> Any:
 def _ask(process: Any, num_frames: int, proxy: Any) -> dict[str, Any]:
     if not getattr(process, "is_warm", False):
         process.is_warm = True
-        process.stdin.write("2\n")
-        process.stdin.flush()
-        process.stdout.readline()
+        _answer(process, 2)
     proxy.reset()
+    return _answer(process, num_frames) | {"bytes": proxy.num_bytes, "requests": proxy.requests}
+
+
+def _answer(process: Any, num_frames: int) -> dict[str, Any]:
     process.stdin.write(f"{num_frames}\n")
     process.stdin.flush()
     answer: dict[str, Any] = json.loads(process.stdout.readline())
-    return answer | {"bytes": proxy.num_bytes, "requests": proxy.requests}
+    return answer
 
 
-def measure_conversion(folder: Path, kept: Path, _cases: dict[str, Case]) -> None:
+def measure_conversion(folder: Path, args: argparse.Namespace) -> None:
     """Print clips a second with and without tables, and the size of the tables."""
     from unittest import mock
 
     from vlm_stream.convert import make_shards
 
-    clip = make_clip(kept, CASES["30 s"])
+    clip = make_clip(args.kept, CASES["30 s"])
     records = write_records(folder, [clip] * 30)
     speeds: dict[str, list[float]] = {"without tables": [], "with tables": []}
     for number, name in enumerate([*speeds] * 4):
         out = folder / f"convert-{number}"
         patch = mock.patch("vlm_stream.convert.clip_tables.parse_clip", return_value="off")
         begin = time.perf_counter()
-        with patch if name == "without tables" else _nothing():
+        with patch if name == "without tables" else contextlib.nullcontext():
             make_shards(records, out, samples_per_shard=10, workers=1)
         if number >= 2:  # the first round is warm-up
             speeds[name].append(len(records.read_text().splitlines()) / (time.perf_counter() - begin))
@@ -327,17 +319,12 @@ def measure_conversion(folder: Path, kept: Path, _cases: dict[str, Case]) -> Non
     print(f"tables: {tables / num_frames:.2f} bytes a frame, {clip.stat().st_size / 1e6:.1f} MB a clip of 30 s")
 
 
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
-
-
 def main() -> None:
     """Run the figures that were named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figures", nargs="*", default=["clips", "convert"])
     parser.add_argument("--length", choices=CASES, help="clips of this kind alone")
+    parser.add_argument("--gbit", type=float, help="what the network carries; by default nothing limits it")
     parser.add_argument("--clips", metavar="FOLDER", help="keep the clips there, for the next run")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--place", help=argparse.SUPPRESS)
@@ -345,13 +332,13 @@ def main() -> None:
     if args.way:
         run_way(args.way, json.loads(args.place))
         return
+    args.cases = {args.length: CASES[args.length]} if args.length else CASES
     with tempfile.TemporaryDirectory() as temporary:
+        args.kept = Path(args.clips or temporary)
         for figure in args.figures:
             folder = Path(temporary, figure)
             folder.mkdir()
-            kept = Path(args.clips or temporary)
-            cases = {args.length: CASES[args.length]} if args.length else CASES
-            {"clips": measure_clips, "convert": measure_conversion}[figure](folder, kept, cases)
+            {"clips": measure_clips, "convert": measure_conversion}[figure](folder, args)
 
 
 if __name__ == "__main__":

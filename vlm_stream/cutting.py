@@ -56,7 +56,7 @@ class Cutter:
         """Return what to read in place of a sample, and its cut clips; None: read it whole."""
         try:
             tables = decode_sample(data)
-            _check(tables, drawn)
+            rest = _rest_of(tables, drawn)
         except ValueError as error:
             if not self.told:
                 self.told.append(drawn.key)
@@ -69,14 +69,10 @@ class Cutter:
                 )
             return None
         wanted, facts = _wanted(drawn.sizes.videos, tables, self.rule)
-        whole, members = drawn.span, {name: (offset, size) for name, offset, size in drawn.members}
-        own = [(offset, size) for name, offset, size in whole.members if name in tables.clips]
-        rest = spare_ranges(whole.offset, whole.offset + whole.size, own)
-        if len(rest) != len(tables.rest):
-            return None  # the tables are of another sample
+        whole, places = drawn.span, {name: offset for name, offset, _ in drawn.members}
         parts = [
             whole._replace(offset=offset, size=size, crc32c=crc, members=_inside(whole, offset, size, tables.clips))
-            for (offset, size), crc in zip(rest, tables.rest, strict=True)
+            for (offset, size), crc in rest
         ]
         parts = [part for part in parts if part.members]  # headers and padding tell nothing
         parts += [span for span in drawn.shared if span.members[0][0] not in tables.clips]
@@ -88,7 +84,7 @@ class Cutter:
             holder = drawn.holder(name)
             for run in clips[-1].cut.runs:
                 for begin, size, crc in run.ranges:
-                    offset = members[name][0] + begin
+                    offset = places[name] + begin
                     parts.append(holder._replace(offset=offset, size=size, crc32c=crc, members=(("", offset, size),)))
         num_read = sum(request.size for request in plan_requests(parts, self.options))
         if num_read > _DENSE * drawn.num_bytes or drawn.num_bytes - num_read < self.options.max_gap_bytes:
@@ -96,8 +92,12 @@ class Cutter:
         return tuple(parts), tuple(clips)
 
 
-def _check(tables: SampleTable, drawn: Drawn) -> None:
-    """Refuse tables of other clips than those of the index, by whose sizes limits and counts go."""
+def _rest_of(tables: SampleTable, drawn: Drawn) -> list[tuple[tuple[int, int], int]]:
+    """Return the ranges of a sample outside of its clips, each with its checksum.
+
+    Raises:
+        ValueError: The tables are of other clips than those of the index, by whose sizes limits and counts go.
+    """
     sizes = {name: size for name, _, size in drawn.members}
     if len(tables.items) != len(drawn.sizes.videos):
         raise ValueError("they are of other videos than the index has")
@@ -110,6 +110,12 @@ def _check(tables: SampleTable, drawn: Drawn) -> None:
             raise ValueError(f"they tell of {item.member} otherwise than the index")
         if table.num_bytes > sizes.get(item.member, 0):
             raise ValueError(f"they have places outside of {item.member}")
+    whole = drawn.span
+    own = [(offset, size) for name, offset, size in whole.members if name in tables.clips]
+    rest = spare_ranges(whole.offset, whole.offset + whole.size, own)
+    if len(rest) != len(tables.rest):
+        raise ValueError("they are of a sample with other members")
+    return list(zip(rest, tables.rest, strict=True))
 
 
 def _num_frames(video: VideoSize, rule: FrameRule) -> int:

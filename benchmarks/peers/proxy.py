@@ -1,4 +1,4 @@
-"""A proxy on loopback between loaders and the S3 server: it adds latency to each request, and counts.
+"""A proxy on loopback between loaders and the S3 server: it adds latency to each request, limits bytes, and counts.
 
 Clients that read ranges send a request without a body in one piece, so each piece from a client is one request.
 """
@@ -18,9 +18,11 @@ _PIECE = 1 << 18
 class CountingProxy:
     """Listens on a free port of 127.0.0.1 and forwards to another one. Use it as a context manager."""
 
-    def __init__(self, target: tuple[str, int], latency_s: float) -> None:
+    def __init__(self, target: tuple[str, int], latency_s: float, bytes_per_s: float = float("inf")) -> None:
         self._target = target
         self._latency_s = latency_s
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
         self._lock = threading.Lock()
         self.requests = 0
         self.num_bytes = 0
@@ -68,9 +70,13 @@ class CountingProxy:
         view = memoryview(buffer)
         with suppress(OSError):
             while size := server.recv_into(buffer):
-                client.sendall(view[:size])
                 with self._lock:
                     self.num_bytes += size
+                    self._free_at = max(self._free_at, time.monotonic()) + size / self._bytes_per_s
+                    wait_s = self._free_at - time.monotonic()
+                if wait_s > 0:
+                    time.sleep(wait_s)
+                client.sendall(view[:size])
         _shut(client)
 
 

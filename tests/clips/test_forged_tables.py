@@ -118,6 +118,10 @@ def test_videos_that_no_sample_has_are_refused(items, words, refused):
     refused(_bytes(_table(), items=items), words)
 
 
+def test_checksums_of_another_rest_are_refused(refused):
+    refused(encode_sample(SampleTable(WHOLE, {"0.mp4": _table()}, (1, 2, 3))), "a sample with other members")
+
+
 def test_tables_of_a_foreign_member_are_refused(refused):
     refused(_bytes(_table(), "9.mp4", (ClipItem("9.mp4", None),)), "places outside of 9.mp4")
 

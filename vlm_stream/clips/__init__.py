@@ -9,10 +9,9 @@ tables of one sample), `cut` (wanted frames -> runs of packets and byte ranges),
 """
 
 from vlm_stream.clips.cut import ClipCut, ClipRun, cut_clip
-from vlm_stream.clips.packets import PickedClip, turn
-from vlm_stream.clips.parse import parse_clip
+from vlm_stream.clips.packets import Colours, PickedClip, Sheet
+from vlm_stream.clips.parse import gives_picture, open_file, parse_clip
 from vlm_stream.clips.sample import ClipItem, SampleTable, cut_to_items, decode_sample, encode_sample, spare_ranges
-from vlm_stream.clips.sheet import Sheet
 from vlm_stream.clips.table import ClipTable, Codec
 
 __all__ = [
@@ -21,6 +20,7 @@ __all__ = [
     "ClipRun",
     "ClipTable",
     "Codec",
+    "Colours",
     "PickedClip",
     "SampleTable",
     "Sheet",
@@ -28,7 +28,8 @@ __all__ = [
     "cut_to_items",
     "decode_sample",
     "encode_sample",
+    "gives_picture",
+    "open_file",
     "parse_clip",
     "spare_ranges",
-    "turn",
 ]

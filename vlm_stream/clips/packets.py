@@ -5,20 +5,19 @@ Runs need nothing of each other: threads take them in turns, and end before the 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import compress
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from vlm_stream.errors import BadSampleError, blame_sample, say_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    import numpy as np
     import numpy.typing as npt
 
     from vlm_stream.clips.cut import ClipCut, ClipRun
@@ -49,57 +48,111 @@ class PickedClip:
         Raises:
             BadSampleError: One of them cannot be decoded.
         """
-        holds = [not set(wanted).isdisjoint(run.wanted().values()) for run in self.cut.runs]
-        runs, ranges = list(compress(self.cut.runs, holds)), list(compress(self.ranges, holds))
-        num_threads = max(min(self.threads, len(runs)), 1)
+        pairs = zip(self.cut.runs, self.ranges, strict=True)
+        jobs = [pair for pair in pairs if not set(wanted).isdisjoint(pair[0].wanted().values())]
+        num_threads = max(min(self.threads, len(jobs)), 1)
         try:
             free = deque(_Decoder(self.cut.codec) for _ in range(num_threads))
         except Exception as error:  # no PyAV, or one without this decoder
             fact = f"PyAV cannot decode {self.cut.codec.name} here ({say_error(error)})"
             raise BadSampleError("decode", "bad_video", fact) from error
 
-        def decode(run: ClipRun, parts: Sequence[memoryview]) -> None:
+        def decode(job: tuple[ClipRun, Sequence[memoryview]]) -> None:
             decoder = free.pop()  # there is one for each thread
             try:
-                decoder.decode(run, parts, put)
+                decoder.decode(*job, put)
             finally:
                 free.append(decoder)
 
         if num_threads == 1:
-            list(map(decode, runs, ranges))
+            list(map(decode, jobs))
         else:
             with ThreadPoolExecutor(num_threads, "clip") as pool:
-                list(pool.map(decode, runs, ranges))
+                list(pool.map(decode, jobs))
+
+
+class Sheet:
+    """Pictures in one array, in the order in which they are wanted; threads may put theirs side by side.
+
+    Each is put into its places as it comes, so that it is in memory once.
+    """
+
+    def __init__(self, wanted: Sequence[int], height: int, width: int) -> None:
+        """Take memory for pictures of that size."""
+        self.frames: Frames = np.empty((len(wanted), height, width, 3), np.uint8)
+        """[wanted, height, width, 3]"""
+        self._places: defaultdict[int, list[int]] = defaultdict(list)
+        for place, index in enumerate(wanted):
+            self._places[index].append(place)
+        self.left = set(wanted)
+        """The frames that are wanted still."""
+
+    def put(self, index: int, picture: Frames) -> None:
+        """Put a picture into its places, if it has any.
+
+        Raises:
+            ValueError: It has another size.
+        """
+        if picture.shape != self.frames.shape[1:]:
+            height, width = self.frames.shape[1:3]
+            raise ValueError(f"frame {index} has {picture.shape[1]}x{picture.shape[0]} pixels, not {width}x{height}")
+        for place in self._places.get(index, ()):
+            self.frames[place] = picture
+        self.left.discard(index)
+
+
+class Colours:
+    """Makes arrays [height, width, 3] of a decoder's pictures; one for many: setting up takes longer than using it."""
+
+    def __init__(self) -> None:
+        from av.video.reformatter import VideoReformatter
+
+        self._reformatter: Any = VideoReformatter()
+
+    def to_array(self, frame: Any, quarters: int) -> Frames:
+        """Return a picture turned counter-clockwise by some quarters."""
+        picture: Frames = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        return np.ascontiguousarray(np.rot90(picture, quarters)) if quarters else picture
 
 
 class _Decoder:
     """Decodes one run after the other."""
 
     def __init__(self, codec: Codec) -> None:
-        from av.video.reformatter import VideoReformatter
-
         self._codec = codec
         self._context = _open(codec)
-        self._colours: Any = VideoReformatter()  # one for all pictures: to set it up takes longer than to use it
+        self._colours = Colours()
 
     def decode(self, run: ClipRun, parts: Sequence[memoryview], put: Put) -> None:
         """Hand over the wanted pictures of a run by number, each as it comes."""
         data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        left = run.wanted()
         try:
-            found = set()
-            with closing(_decode_run(self._context, run, data, Fraction(*self._codec.time_base))) as frames:
-                for index, frame in frames:
-                    _check_size(index, frame, self._codec)
-                    picture = self._colours.reformat(frame, format="rgb24", threads=1).to_ndarray()
-                    put(index, turn(picture, self._codec.turns))
-                    found.add(index)
+            self._take(_packets(run, data, Fraction(*self._codec.time_base)), left, put)
         except Exception as error:  # FFmpeg's tree, and what damaged numbers lead to
             fact = f"the pictures at {run.seconds[0]:.2f} s cannot be decoded"
             raise blame_sample(error, "decode", "bad_video", fact) from error
-        if lost_frames := set(run.wanted().values()) - found:
-            lost = min(lost_frames)
-            detail = f"frame {lost}, behind {run.seconds[0]:.2f} s, does not come out of the decoder."
+        finally:
+            self._context.flush_buffers()
+        if left:
+            detail = f"frame {min(left.values())}, behind {run.seconds[0]:.2f} s, does not come out of the decoder."
             raise BadSampleError("decode", "bad_video", detail)
+
+    def _take(self, packets: Iterator[Any], left: dict[int, int], put: Put) -> None:
+        """Hand over the pictures of `left`, which names them by time, and take them out of it."""
+        wanted = set(left)
+        # Of pictures that no other needs, only the wanted ones are decoded. Other codecs do not mark them for sure.
+        is_skipping = self._codec.name == "h264"
+        for packet in packets:
+            if is_skipping and packet is not None:
+                self._context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
+            for frame in self._context.decode(packet):
+                number = left.pop(frame.pts, None)
+                if number is not None:
+                    _check_size(number, frame, self._codec)
+                    put(number, self._colours.to_array(frame, self._codec.turns))
+            if not left:
+                break
 
 
 def _open(codec: Codec) -> Any:
@@ -116,32 +169,15 @@ def _open(codec: Codec) -> Any:
     return context
 
 
-def _decode_run(context: Any, run: ClipRun, data: memoryview, time_base: Any) -> Generator[tuple[int, Any], None, None]:
-    """Yield the wanted frames of a run with their numbers, in the decoder's colours."""
+def _packets(run: ClipRun, data: memoryview, time_base: Fraction) -> Iterator[Any]:
+    """Yield the packets of a run, and None: then a decoder gives what it holds back."""
     import av
 
-    wanted = run.wanted()
-    left = set(wanted)
-    # Of pictures that no other needs, only the wanted ones are decoded. Other codecs do not mark them for sure.
-    is_skipping = context.name == "h264"
-    packets: list[Any] = []
     for place, size, pts in run.packets():
-        packet = av.Packet(bytes(data[place : place + size]))
-        packet.pts = pts
-        packet.time_base = time_base
-        packets.append(packet)
-    try:
-        for packet in (*packets, None):  # None: what the decoder holds back
-            if is_skipping and packet is not None:
-                context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
-            for frame in context.decode(packet):
-                if frame.pts in left:
-                    left.remove(frame.pts)
-                    yield wanted[frame.pts], frame
-            if not left:
-                break
-    finally:
-        context.flush_buffers()
+        packet: Any = av.Packet(bytes(data[place : place + size]))
+        packet.pts, packet.time_base = pts, time_base
+        yield packet
+    yield None
 
 
 def _check_size(number: int, frame: Any, codec: Codec) -> None:
@@ -149,10 +185,3 @@ def _check_size(number: int, frame: Any, codec: Codec) -> None:
     if (frame.width, frame.height) != (codec.width, codec.height):
         found, told = f"{frame.width}x{frame.height}", f"{codec.width}x{codec.height}"
         raise ValueError(f"frame {number} has {found} pixels, the clip begins with {told}")
-
-
-def turn(picture: Frames, quarters: int) -> Frames:
-    """Return a picture turned counter-clockwise by some quarters."""
-    import numpy as np
-
-    return np.ascontiguousarray(np.rot90(picture, quarters)) if quarters else picture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -26,9 +27,12 @@ _CONTAINERS: Final = ("mov", "matroska")
 _PLAIN_FORMATS: Final = frozenset({"yuv420p", "yuvj420p", "yuv444p", "yuvj444p"})
 _BLOCK_HEADER: Final = 64
 """Matroska's packets are told by the element around them: its header is shorter than this."""
-_CHANGES: Final = ("new_extradata", "param_change", "palette")
+_CHANGES: Final = frozenset(("new_extradata", "param_change", "palette"))
 """What a demuxer may hand to the decoder beside a packet's bytes."""
 _CHANGED: Final = "its coding changes on the way"
+_VP8_SHOWN: Final = 0x10
+_SHOWN, _DISCARDED, _NO_PICTURE = range(3)
+"""What becomes of a packet: the edit list hides some, some give no picture."""
 _IDR: Final = 5
 _SEI: Final = 6
 _SPS: Final = 7
@@ -39,17 +43,22 @@ _IRAP: Final = range(16, 24)
 _HEVC_SPS: Final = 33
 
 
-def parse_clip(data: bytes, container: str) -> ClipTable | str:
-    """Return the table, or why there is none: the file is then read whole, and its faults are found there.
+def open_file(data: bytes | bytearray | memoryview | str | Path, container: str) -> Any:
+    """Open the bytes of a file, or the file at a path, by PyAV.
 
     `container` is FFmpeg's name for it, told from a closed list: left to itself FFmpeg may take bytes for a text that
-    names other files.
+    names other files, and a path for a protocol.
     """
     import av
 
+    source = str(Path(data).absolute()) if isinstance(data, (str, Path)) else io.BytesIO(data)
+    return av.open(source, format=container, options={"protocol_whitelist": "file"})
+
+
+def parse_clip(data: bytes, container: str) -> ClipTable | str:
+    """Return the table, or why there is none: the file is then read whole, and its faults are found there."""
     try:
-        options = {"protocol_whitelist": "file"}
-        with av.open(io.BytesIO(data), format=container, options=options, buffer_size=1 << 20) as file:
+        with open_file(data, container) as file:
             if not file.streams.video:
                 return "no video stream"
             if container not in _CONTAINERS:
@@ -67,7 +76,7 @@ def _walk(data: bytes, container: Any, stream: Any) -> ClipTable | str:
         return f"the codec is {context.name}"
     context.thread_type = "NONE"
     first = None
-    packets: list[tuple[int, int, int, bool]] = []  # offset, size, time, hidden
+    packets: list[tuple[int, int, int, int]] = []  # offset, size, time, what becomes of it
     begins: list[int] = []
     known = bytes(context.extradata or b"")
     num_keyframes = 0
@@ -75,12 +84,12 @@ def _walk(data: bytes, container: Any, stream: Any) -> ClipTable | str:
         if not packet.size:
             continue
         content = bytes(packet)
-        offset = data.find(content, packet.pos, packet.pos + len(content) + _BLOCK_HEADER) if packet.pos else -1
+        offset = _find(data, content, packet.pos) if packet.pos else -1
         if offset < 0:
             return "its packets are not stored as they are decoded"
         if packet.pts is None:
             return "a packet has no time"
-        if any(packet.has_sidedata(kind) for kind in _CHANGES):
+        if any(beside.data_type in _CHANGES for beside in packet.iter_sidedata()):
             return _CHANGED
         if not packets:
             # Only a picture tells how it is turned, cropped and interlaced; this one may be hidden.
@@ -92,7 +101,8 @@ def _walk(data: bytes, container: Any, stream: Any) -> ClipTable | str:
                 return _CHANGED
             if _is_entry(content, context):
                 begins.append(len(packets))
-        packets.append((offset, len(content), packet.pts, packet.is_discard))
+        fate = _DISCARDED if packet.is_discard else _SHOWN if gives_picture(packet, context.name) else _NO_PICTURE
+        packets.append((offset, len(content), packet.pts, fate))
     if first is None or not begins or begins[0]:
         return "it does not begin with a picture that stands alone"
     if (first.width, first.height) != (context.width, context.height):
@@ -100,13 +110,13 @@ def _walk(data: bytes, container: Any, stream: Any) -> ClipTable | str:
     is_plain = num_keyframes == len(begins) and _is_plain(stream, first, num_keyframes)
     columns = [np.array(column, np.int64) for column in (*zip(*packets, strict=True), begins)]
     rate = stream.average_rate or stream.guessed_rate or Fraction(0)
-    return _table(
-        data,
-        _codec(stream, first),
-        (rate.numerator, rate.denominator),
-        is_plain,
-        columns,
-    )
+    return _table(data, _codec(stream, first), (rate.numerator, rate.denominator), is_plain, columns)
+
+
+def _find(data: bytes, content: bytes, begin: int) -> int:
+    """Return where a packet lies that is said to lie at some place; below 0: it is not there as it is."""
+    # A search prepares itself before it looks.
+    return begin if data.startswith(content, begin) else data.find(content, begin, begin + len(content) + _BLOCK_HEADER)
 
 
 def _is_plain(stream: Any, first: Any, num_keyframes: int) -> bool:
@@ -133,27 +143,31 @@ def _codec(stream: Any, first: Any) -> Codec:
 
 
 def _table(data: bytes, codec: Codec, rate: tuple[int, int], is_plain: bool, columns: list[Ints]) -> ClipTable | str:
-    offset, size, pts, hidden, begins = columns
+    offset, size, pts, fate, begins = columns
+    shown = fate == _SHOWN
     if np.any(offset[1:] < offset[:-1] + size[:-1]):
         return "its packets do not lie in the order in which they are decoded"
     if len(pts) > MOST_PACKETS:
         return f"it has more than {MOST_PACKETS:,} pictures"
-    if len(np.unique(pts)) < len(pts):
-        return "two packets have one time"
-    if hidden.all():
+    if len(np.unique(pts[fate != _NO_PICTURE])) < np.sum(fate != _NO_PICTURE):
+        return "two pictures have one time"
+    if not shown.any():
         return "its edit list shows nothing"
     # Closed: what is decoded before a keyframe is shown before it, and what is decoded behind it, behind it.
     latest, earliest = np.maximum.accumulate(pts), np.minimum.accumulate(pts[::-1])[::-1]
     is_closed = np.all(pts[begins] == earliest[begins]) and np.all(latest[begins[1:] - 1] < earliest[begins[1:]])
-    is_plain = is_plain and bool(is_closed) and not hidden.any()
+    is_plain = is_plain and bool(is_closed) and bool(shown.all())
     crc32c = np.zeros(len(begins), np.int64)
-    table = ClipTable(
-        codec, is_plain, rate, int(pts[hidden == 0].min()), offset, size, pts, hidden == 0, begins, crc32c
-    )
+    table = ClipTable(codec, is_plain, rate, int(pts[shown].min()), offset, size, pts, shown, begins, crc32c)
     view = memoryview(data)
     ranges = (table.gop_range(gop) for gop in range(table.num_gops))
     crc32c[:] = [crc32c_of(view[begin : begin + length]) for begin, length in ranges]
     return table
+
+
+def gives_picture(packet: Any, codec: str) -> bool:
+    """Tell whether a picture comes of a packet: some of VP8 only help those behind them."""
+    return codec != "vp8" or bool(memoryview(packet)[0] & _VP8_SHOWN)
 
 
 def _is_entry(content: bytes, context: Any) -> bool:

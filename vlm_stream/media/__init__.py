@@ -5,7 +5,7 @@ video, mono waveforms; or, by `probe_*`, only what the header says. Must not be 
 tar files, and which frames of a video a model wants (a function comes in from outside).
 
 Files: `container.py`, `limits.py` (what no decoder is given), `image.py`, `video.py`, `backends.py` (its libraries),
-`audio.py`, `sound_track.py`, `seconds.py` (parts of clips and sounds), `lmdb.py`.
+`audio.py`, `seconds.py` (parts of clips and sounds), `lmdb.py`.
 """
 
 from __future__ import annotations

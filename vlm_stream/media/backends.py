@@ -12,11 +12,11 @@ import io
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
 
-from vlm_stream.clips import Sheet, parse_clip, turn
+from vlm_stream.clips import Colours, Sheet, gives_picture, open_file, parse_clip
 from vlm_stream.errors import ConfigError, MissingExtraError, VlmStreamError, blame_sample
 from vlm_stream.media.container import check_container
 from vlm_stream.media.seconds import VideoInfo
@@ -80,12 +80,8 @@ def open_video(data: VideoData, backend: str, stage: str) -> Iterator[OpenVideo]
 
 
 def _source(data: VideoData) -> Any:
-    return io.BytesIO(data) if isinstance(data, (bytes, bytearray, memoryview)) else _file(data)
-
-
-def _file(path: str | Path) -> str:
-    """Return a path that FFmpeg cannot take for a protocol, whatever the file is called."""
-    return str(Path(path).absolute())
+    """Return what decord and torchcodec open; FFmpeg cannot take a full path for a protocol."""
+    return io.BytesIO(data) if isinstance(data, (bytes, bytearray, memoryview)) else str(Path(data).absolute())
 
 
 def _facts(num_frames: int, height: int, width: int, fps: float, seconds: float) -> VideoInfo:
@@ -109,15 +105,12 @@ class _Decord:
         return _facts(len(self._reader), int(height), int(width), float(self._reader.get_avg_fps()), 0.0)
 
     def frames(self, indices: Sequence[int]) -> Frames:
-        if self._seeks:
-            sheet = Sheet(range(len(indices)), *self._reader[0].shape[:2])
-            for begin in range(0, len(indices), _TOGETHER):  # in parts: decord's own memory is copied
-                some = list(indices[begin : begin + _TOGETHER])
-                for place, picture in enumerate(self._reader.get_batch(some).asnumpy(), begin):
-                    sheet.put(place, picture)
-            return sheet.frames
+        if self._seeks:  # in parts: decord's own memory is copied
+            parts = (list(indices[begin : begin + _TOGETHER]) for begin in range(0, len(indices), _TOGETHER))
+            pictures = chain.from_iterable(self._reader.get_batch(some).asnumpy() for some in parts)
+            return _first_of(pictures, range(len(indices)))
         self._reader.seek(0)
-        return _from_front((self._reader.next().asnumpy() for _ in count()), indices)
+        return _first_of((self._reader.next().asnumpy() for _ in count()), indices)
 
     def close(self) -> None:
         del self._reader
@@ -131,7 +124,8 @@ def _may_seek(backend: str, data: VideoData, container: str, num_frames: int) ->
     Raises:
         ValueError: It sees other frames than the file shows: no other library follows edit lists.
     """
-    table = parse_clip(data if isinstance(data, bytes) else _read(data), container)
+    content = Path(data).read_bytes() if isinstance(data, (str, Path)) else bytes(data)
+    table = parse_clip(content, container)
     if isinstance(table, str):
         return False
     if table.num_frames != num_frames or not table.shown.all():
@@ -139,12 +133,8 @@ def _may_seek(backend: str, data: VideoData, container: str, num_frames: int) ->
     return table.is_plain
 
 
-def _read(data: VideoData) -> bytes:
-    return Path(data).read_bytes() if isinstance(data, (str, Path)) else bytes(data)
-
-
-def _from_front(pictures: Iterator[Frames], indices: Sequence[int]) -> Frames:
-    """Return some pictures of all, which are decoded one after the other."""
+def _first_of(pictures: Iterator[Frames], indices: Sequence[int]) -> Frames:
+    """Return some pictures of many, which come one after the other."""
     sheet: Sheet | None = None
     for index, picture in zip(range(max(indices) + 1), pictures, strict=False):
         sheet = sheet or Sheet(indices, *picture.shape[:2])
@@ -161,11 +151,13 @@ class AvVideo:
     def __init__(self, data: VideoData, container: str) -> None:
         self._data, self._format = data, container
         self._container, self._stream = self._open()
+        self._codec = self._stream.codec_context.name
+        self._colours = Colours()
         self._keyframes: list[int] = []
         stamps: list[int] = []
         for packet in self._container.demux(self._stream):
             stamp = packet.pts if packet.pts is not None else packet.dts
-            if not packet.size or stamp is None or packet.is_discard:
+            if not packet.size or stamp is None or packet.is_discard or not gives_picture(packet, self._codec):
                 continue
             stamps.append(stamp)
             if packet.is_keyframe:
@@ -176,9 +168,7 @@ class AvVideo:
 
     def _open(self) -> tuple[Any, Any]:
         """Return the file at its front, and the stream of its pictures."""
-        import av
-
-        container = av.open(_source(self._data), format=self._format, options={"protocol_whitelist": "file"})
+        container = open_file(self._data, self._format)
         if not container.streams.video:
             container.close()
             raise ValueError("the file has no video stream")
@@ -244,7 +234,8 @@ class AvVideo:
         for frame in self._container.decode(self._stream):
             index = self._position.get(frame.pts if frame.pts is not None else frame.dts)
             if index is not None and index in left:
-                put(index, _turned(frame))
+                # The display matrix counts counter-clockwise.
+                put(index, self._colours.to_array(frame, round(frame.rotation / 90) % 4))
                 left.remove(index)
             if not left or (not is_front and self._next_needs_seek(index, min(left))):
                 break
@@ -264,18 +255,13 @@ class AvVideo:
         self._container.close()
 
 
-def _turned(frame: Any) -> Frames:
-    # The display matrix counts counter-clockwise.
-    return turn(frame.to_ndarray(format="rgb24", threads=1), round(getattr(frame, "rotation", 0) / 90) % 4)
-
-
 class _TorchCodec:
     """torchcodec, where FFmpeg's shared libraries are installed."""
 
     def __init__(self, data: VideoData, container: str) -> None:
         VideoDecoder = import_module("torchcodec.decoders").VideoDecoder  # noqa: N806
 
-        source = bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else _file(data)
+        source = bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else _source(data)
         self._decoder = VideoDecoder(source, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="exact")
         self._seeks = _may_seek("torchcodec", data, container, len(self._decoder))
 
@@ -288,7 +274,7 @@ class _TorchCodec:
         if self._seeks:
             picked: Frames = self._decoder.get_frames_at(list(indices)).data.numpy()
             return picked
-        return _from_front((self._decoder[index].numpy() for index in count()), indices)
+        return _first_of((self._decoder[index].numpy() for index in count()), indices)
 
     def close(self) -> None:
         del self._decoder

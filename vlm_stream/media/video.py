@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from vlm_stream.clips import Sheet
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.media.backends import AvVideo, OpenVideo, VideoBackend, VideoData, choose_backend, open_video
@@ -22,18 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    import numpy as np
     import numpy.typing as npt
 
     from vlm_stream.clips import PickedClip
     from vlm_stream.conversation import Seconds
 
     Frames = npt.NDArray[np.uint8]
-
-__all__ = [
-    *("DecodedVideo", "decode_frame_list", "decode_picked", "decode_video", "decodes_by_frames"),
-    "probe_video",
-]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,8 +117,6 @@ def decode_frame_list(
     limits: MediaLimits = DEFAULT_LIMITS,
 ) -> DecodedVideo:
     """Treat a list of still images as a video of `fps` frames per second."""
-    import numpy as np
-
     if not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
         raise BadSampleError(
             "decode",
