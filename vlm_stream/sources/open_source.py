@@ -308,7 +308,6 @@ def _parse_meta(text: str, meta_path: str, files: FileCache, names: Iterable[str
 
 
 def _select(known: Collection[str], names: Iterable[str] | None, meta_path: str) -> list[str]:
-    """Return the chosen names, sorted."""
     if not known:
         raise SourceError(f"{meta_path}: the meta file names no datasets, so there is nothing to read; add an entry.")
     if names is None:
