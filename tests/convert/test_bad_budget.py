@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from vlm_stream.cli import main
@@ -105,9 +107,9 @@ def test_an_edited_record_is_another_job(write_jsonl, tmp_path: Path) -> None:
     for number in (1, 2, 3, 497, 778):
         edited = [*bad]
         edited[number] = {"messages": [{"role": "user", "content": f"TEXT {number:04d}"}]}
-        with pytest.raises(ConfigError, match=r"unfinished conversion with other parameters \(the input is another\)"):
+        with pytest.raises(ConfigError, match=r"with other parameters \(the input or its form is another\)"):
             make_shards(write_jsonl(edited), tmp_path / "begun", samples_per_shard=100, bad_budget=1)
-        with pytest.raises(ConfigError, match=r"finished dataset of another conversion \(the input is another\)"):
+        with pytest.raises(ConfigError, match=r"of another conversion \(the input or its form is another\)"):
             make_shards(write_jsonl(edited[:1000]), tmp_path / "done", samples_per_shard=100)
 
 
@@ -162,3 +164,24 @@ def test_a_text_in_the_place_of_a_path_gives_a_short_line(write_jsonl, tmp_path:
     assert len(line) < 4000
     assert "400,000 characters" in line
     assert "data:image/jpeg;base64, before it" in line
+
+
+def test_other_tags_are_another_job(write_jsonl, tmp_path: Path) -> None:
+    """Also where a single record among many shows them."""
+    records = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}] * 300
+    records[150] = {"messages": [*records[0]["messages"], {"role": "expert", "content": "4"}]}
+    path = write_jsonl(records)
+    assert make_shards(path, tmp_path / "out").dropped == {"convert: unmapped_role": 1}
+    with pytest.raises(ConfigError, match=r"of another conversion \(the input or its form is another\)"):
+        make_shards(path, tmp_path / "out", tags={"tool_tag": "expert"})
+
+
+def test_a_table_of_other_texts_is_another_job(tmp_path: Path) -> None:
+    """Also where one row of many differs."""
+    texts = [f"text {number:04d}" for number in range(1000)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    make_shards(tmp_path / "a.parquet", tmp_path / "out")
+    texts[500] = "text 0500 and more"
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"of another conversion \(the input or its form is another\)"):
+        make_shards(tmp_path / "a.parquet", tmp_path / "out")
