@@ -162,18 +162,10 @@ def _convert(
         with suppress(StorageError):  # a kill behind the manifest leaves it; a target may be read-only by now
             _clean_up(store)
         return _report(store, manifest, len(source), len(manifest.shards))
-    context = ShardContext(
-        source=source,
-        out=store.root,
-        processor=options.processor,
-        trust_remote_code=options.trust_remote_code,
-        media=options.media_rules,
-        exif_rotate=options.exif_rotate,
-        store=options.store,
-    )
-    engine = _open_engine(context, options)
+    context = ShardContext(source=source, out=store.root, options=options)
+    engine = _open_engine(context)
     order = record_order(len(source), options.shuffle, getattr(source, "block_ends", None))
-    job = load_job(store, options) or Job(parameters=parameters, borders=_cut(source, order, options, engine))
+    job = load_job(store, options) or Job(parameters=parameters, borders=_cut(context, order, engine))
     save_job(store, job)
     parts = find_parts(store, job)
     num_kept = len(parts)
@@ -227,7 +219,8 @@ def _tell(line: str) -> None:
         sys.stderr.write(f"{line}\n")
 
 
-def _open_engine(context: ShardContext, options: ShardOptions) -> Engine:
+def _open_engine(context: ShardContext) -> Engine:
+    options = context.options
     if options.engine == "ray":
         return RayEngine(workers=options.workers or num_cores(), address=options.ray_address)
     if options.workers is not None:
@@ -242,12 +235,12 @@ def _open_engine(context: ShardContext, options: ShardOptions) -> Engine:
     return LocalEngine(choose_workers(seconds, num_tasks, with_processor=options.processor is not None))
 
 
-def _cut(source: RecordSource, order: Ints, options: ShardOptions, engine: Engine) -> Ints:
+def _cut(context: ShardContext, order: Ints, engine: Engine) -> Ints:
+    options = context.options
     if options.max_shard_bytes is None:
         return cut_by_count(len(order), options.samples_per_shard)
-    sizes = np.zeros(len(source), dtype=np.int64)  # [records]
-    sizer = RecordSizer(source, options.store, _CHUNK, options.media_rules)
-    for begin, chunk in engine.run(sizer, range(0, len(source), _CHUNK)):
+    sizes = np.zeros(len(order), dtype=np.int64)  # [records]
+    for begin, chunk in engine.run(RecordSizer(context, _CHUNK), range(0, len(order), _CHUNK)):
         sizes[begin : begin + len(chunk)] = chunk
     return cut_by_bytes(sizes[order], options.samples_per_shard, options.max_shard_bytes)
 

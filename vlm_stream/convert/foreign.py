@@ -11,7 +11,7 @@ import posixpath
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import crc32c
 
@@ -84,14 +84,15 @@ class IndexContext:
     tars: str
     out: str
     fields: FieldMap
-    counting: dict[str, Any]
-    """Arguments of `open_counter`."""
-    excluded: frozenset[str]
-    store: StoreOptions | None
+    options: IndexOptions
     index: Callable[[IndexContext, IndexTask], ShardPart]
 
     def __call__(self, task: IndexTask) -> ShardPart:
         return self.index(self, task)
+
+    @property
+    def counter(self) -> SampleCounter:
+        return open_counter(self.options.processor, trust_remote_code=self.options.trust_remote_code)
 
 
 def index_tars(
@@ -137,16 +138,7 @@ def write_indexes(
     each name, these are other files, and tars are written for them.
     """
     fields = find_layout(tars, names, options.fields)
-    counting: dict[str, Any] = {"processor": options.processor, "trust_remote_code": options.trust_remote_code}
-    context = IndexContext(
-        tars=tars.root,
-        out=out.root,
-        fields=fields,
-        counting=counting,
-        excluded=options.excluded,
-        store=options.store,
-        index=index or _index_tar,
-    )
+    context = IndexContext(tars=tars.root, out=out.root, fields=fields, options=options, index=index or _index_tar)
     parts: dict[int, ShardPart] = {}
     tasks = list(enumerate(names))
     if options.threads:
@@ -171,7 +163,7 @@ def write_indexes(
     save_ledger(out, ordered)
     manifest = Manifest(
         shards=ShardList.of(part.entry for part in ordered),
-        tokens=open_counter(**counting).note,
+        tokens=context.counter.note,
         fields=fields,
         tars=tars.root if out.root != tars.root and index is None else "",
         home="" if is_local(tars) else out.root,
@@ -194,12 +186,12 @@ def _run_threads(context: IndexContext, tasks: Sequence[IndexTask], threads: int
 
 def _index_tar(context: IndexContext, task: IndexTask) -> ShardPart:
     number, name = task
-    tars = open_store(context.tars, context.store)
-    out = open_store(context.out, context.store)
+    store, excluded = context.options.store, context.options.excluded
+    tars, out = open_store(context.tars, store), open_store(context.out, store)
     info = tars.head(name)
     folder = posixpath.basename(context.tars.rstrip("/")) or "data"
     shared = SharedMembers(tars, name)
-    scan = _Scan(name, folder, context.fields, open_counter(**context.counting), shared, context.excluded)
+    scan = _Scan(name, folder, context.fields, context.counter, shared, excluded)
     with ObjectReader(tars, name, info.size) as reader:
         for key, group in iter_samples(iter_pieces(reader.read), scan.note):
             scan.add(key, group)

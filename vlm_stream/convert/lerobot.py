@@ -15,7 +15,6 @@ from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from vlm_stream.convert.counting import open_counter
 from vlm_stream.convert.job import ShardPart, bad_sample
 from vlm_stream.convert.media_bytes import KeptFile, MediaReader
 from vlm_stream.convert.rows import ShardWriter, check_fits_index, write_index
@@ -137,16 +136,17 @@ def _video_path(pattern: Any, camera: str, chunk: int, file: int) -> str:
 
 
 def index_video(context: IndexContext, task: IndexTask) -> ShardPart:
-    store, out = open_store(context.tars, context.store), open_store(context.out, context.store)
+    options = context.options.store
+    store, out = open_store(context.tars, options), open_store(context.out, options)
     number, video = task
     url, name = store.url(video), f"{video}.tar"
-    reader = MediaReader(options=context.store)
+    reader = MediaReader(options=options)
     reader.kept = KeptFile(url, bytes(store.get(video)), stays=True)
     bad: list[BadSample] = []
     with tempfile.TemporaryFile(buffering=0) as file:
         writer = ShardWriter(file)
         writer.name_outside(url, len(reader.kept.content))
-        for each in _episodes(context.tars, context.store)[video]:
+        for each in _episodes(context.tars, options)[video]:
             try:
                 _add(writer, each, reader, context)
             except Exception as fault:  # a file can hold anything
@@ -173,7 +173,7 @@ def _add(writer: ShardWriter, episode: _Episode, reader: MediaReader, context: I
         ],
     )
     sample = build_sample(record, reader)
-    counts = open_counter(**context.counting).count(sample.conversation, sample.sizes)
+    counts = context.counter.count(sample.conversation, sample.sizes)
     check_fits_index(counts.text_tokens, sample.sizes)
     writer.add(_name(episode), sample, counts)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from vlm_stream.convert.counting import open_counter
 from vlm_stream.convert.job import JOB_FOLDER, ShardPart, bad_sample, is_local, part_name, sample_key, shard_name
-from vlm_stream.convert.media_bytes import DEFAULT_RULES, MediaReader, MediaRules
+from vlm_stream.convert.media_bytes import MediaReader
 from vlm_stream.convert.processes import is_left_out, working_on
 from vlm_stream.convert.rows import ShardWriter, check_fits_index, write_all, write_index
 from vlm_stream.convert.sample import build_sample, sample_bytes_bound
@@ -34,7 +34,10 @@ from vlm_stream.storage import open_store
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from vlm_stream.convert.counting import SampleCounter
     from vlm_stream.convert.job import Ints
+    from vlm_stream.convert.media_bytes import MediaRules
+    from vlm_stream.convert.options import ShardOptions
     from vlm_stream.convert.rows import SampleCounts
     from vlm_stream.convert.sample import Sample
     from vlm_stream.sources import Record, RecordSource
@@ -59,18 +62,21 @@ class ShardContext:
 
     source: RecordSource
     out: str
-    processor: Any = None
-    trust_remote_code: bool = False
-    media: MediaRules = DEFAULT_RULES
-    exif_rotate: bool = False
-    store: StoreOptions | None = None
+    options: ShardOptions
 
     def __call__(self, tasks: Sequence[ShardTask]) -> list[ShardPart]:
-        counter = open_counter(self.processor, trust_remote_code=self.trust_remote_code)
-        counter.remember_in(self.out)  # what other processes have measured
+        self.counter.remember_in(self.out)  # what other processes have measured
         parts = [write_shard(self, task) for task in tasks]
-        counter.remember_in(self.out)
+        self.counter.remember_in(self.out)
         return parts
+
+    @property
+    def counter(self) -> SampleCounter:
+        return open_counter(self.options.processor, trust_remote_code=self.options.trust_remote_code)
+
+    @property
+    def reader(self) -> MediaReader:
+        return _open_reader(self.options.media_rules, self.options.store)
 
     def build(self, record: Record) -> tuple[Sample, SampleCounts]:
         """Return the sample and what its text costs.
@@ -78,9 +84,9 @@ class ShardContext:
         Raises:
             BadSampleError: It cannot be used.
         """
-        counter = open_counter(self.processor, trust_remote_code=self.trust_remote_code)
-        sample = build_sample(record, _open_reader(self.media, self.store), exif_rotate=self.exif_rotate)
-        counts, tokens = counter.count_and_keep(sample.conversation, sample.sizes, record.extras.get("_text_tokens"))
+        sample = build_sample(record, self.reader, exif_rotate=self.options.exif_rotate)
+        known = record.extras.get("_text_tokens")
+        counts, tokens = self.counter.count_and_keep(sample.conversation, sample.sizes, known)
         check_fits_index(counts.text_tokens, sample.sizes)
         return sample.with_tokens(tokens), counts
 
@@ -89,13 +95,11 @@ class ShardContext:
 class RecordSizer:
     """Measures `chunk` records from a given one on: at most how many bytes each takes in a tar."""
 
-    source: RecordSource
-    options: StoreOptions | None
+    context: ShardContext
     chunk: int
-    media: MediaRules = DEFAULT_RULES
 
     def __call__(self, begin: int) -> tuple[int, Ints]:
-        end = min(begin + self.chunk, len(self.source))
+        end = min(begin + self.chunk, len(self.context.source))
         return begin, np.array([self._measure(number) for number in range(begin, end)], dtype=np.int64)
 
     def _measure(self, number: int) -> int:
@@ -103,7 +107,7 @@ class RecordSizer:
             return 0
         try:
             with working_on(number):
-                return sample_bytes_bound(self.source.read(number), _open_reader(self.media, self.options))
+                return sample_bytes_bound(self.context.source.read(number), self.context.reader)
         except Exception as error:
             blame_sample(error, "convert", "bad_record", "the record cannot be measured")
             return 0  # it will not be in any shard
@@ -132,7 +136,7 @@ def seconds_per_record(context: ShardContext) -> float:
 
 def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
     """Write one shard and its index; return what the manifest has to know."""
-    store = open_store(context.out, context.store)
+    store = open_store(context.out, context.options.store)
     name = shard_name(task.number)
     bad: list[BadSample] = []
     with _staged(store, name) as file:

@@ -28,8 +28,15 @@ _LOG = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 16  # small, because packed bytes may stand for thousands of times as many
 _FOLDER: Final = "vlm-stream-"
 _REQUEST_BYTES: Final = 8 << 20
-_MOST_OPEN: Final = 32
-_opened: deque[weakref.ref[LocalFile]] = deque()
+_MOST_OPEN: Final = 256
+_opened: deque[weakref.ref[Any]] = deque()
+
+
+def keep_open(file: Any) -> None:
+    """Note that a file is open, and `close` the one that was opened long ago: of thousands, all would soon be open."""
+    _opened.append(weakref.ref(file))
+    if len(_opened) > _MOST_OPEN and (other := _opened.popleft()()) is not None:
+        other.close()
 
 
 class _Handle:
@@ -101,19 +108,20 @@ class LocalFile:
         """Return a new handle at the beginning of the plain bytes."""
         return self.plain_path().open("rb", buffering=0)
 
+    def close(self) -> None:
+        """Close the file; the next read opens it again."""
+        self._handle = None
+
     def __getstate__(self) -> dict[str, Any]:
         """The handle and the ownership of the spill stay in this process."""
         return {**self.__dict__, "_handle": None, "_owner": None}
 
     def _open(self) -> _Handle:
-        """Open the file, and close the one that was opened long ago: of thousands, all would soon be open."""
         try:
             handle = _Handle(self.plain_path())
         except OSError as error:
             raise _unreadable(self.path, error) from error
-        _opened.append(weakref.ref(self))
-        if len(_opened) > _MOST_OPEN and (other := _opened.popleft()()) is not None:
-            other._handle = None
+        keep_open(self)
         return handle
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from vlm_stream.errors import NO_DESCRIPTORS, SourceError, StorageError, VlmStreamError, say_no_descriptors
 from vlm_stream.sources.json_file import UnreadableError
-from vlm_stream.sources.local_file import LocalFile
+from vlm_stream.sources.local_file import LocalFile, keep_open
 from vlm_stream.sources.record import is_url
 from vlm_stream.storage import StoreOptions, local_path, open_store, split_url
 
@@ -185,11 +185,12 @@ class _ArrowFile:
         """Return a reader of either format; batches lie in the file, mapped, unless they are compressed."""
         import pyarrow as pa
 
-        if self._batches is None:
+        if (batches := self._batches) is None:
             mapped = pa.memory_map(str(self.file.plain_path()))
             is_file = mapped.read(6) == b"ARROW1"
-            self._batches = pa.ipc.open_file(mapped) if is_file else _ArrowStream(mapped)
-        return self._batches
+            batches = self._batches = pa.ipc.open_file(mapped) if is_file else _ArrowStream(mapped)
+            keep_open(self)
+        return batches
 
     def digest(self) -> str:
         return f"{self.file.size_bytes} {self.block_rows.tolist()}"
@@ -201,6 +202,9 @@ class _ArrowFile:
         except (OSError, ValueError) as error:
             return _say_damaged(f"batch {block}", error)
         return batch if columns is None else batch.select([name for name in columns if name in batch.schema.names])
+
+    def close(self) -> None:
+        self._batches = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_batches": None}
