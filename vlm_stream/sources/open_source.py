@@ -213,6 +213,8 @@ def _find_part(path: str, files: FileCache) -> dict[str, tuple[str, ...]] | None
             f"{path}: a tar needs no conversion, so nothing was read. Give it to StreamLoader and to commands as it "
             f"is, or index it beforehand with: vlm-stream index '{path}' (compressed ones have to be unpacked)."
         )
+    if path.startswith(("http:", "https:")) and "?" in path:
+        raise SourceError(f"{path}: a web address with a query cannot be read. Leave it out, or fetch the file first.")
     has_pattern = any(mark in path for mark in "*?[") and not Path(path).exists()
     is_folder = _is_remote_folder(path, files) if _is_remote(path) else Path(local_path(path)).is_dir()
     if not has_pattern and not is_folder:
