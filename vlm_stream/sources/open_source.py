@@ -225,6 +225,7 @@ def _find_part(path: str, files: FileCache) -> dict[str, tuple[str, ...]] | None
     found = _list(folder or ".", files)
     if has_pattern:
         found = [name for name in found if fnmatch.fnmatchcase(f"{folder}/{name}" if folder else name, path)]
+    found = [name for name in found if not name.endswith(".index.parquet")]  # what we know of a tar
     tables = [name for name in found if is_table(name) and not PurePosixPath(name).name.startswith(("cache-", "."))]
     others = [] if is_folder else [name for name in found if name not in tables]
     if not tables and not others:
