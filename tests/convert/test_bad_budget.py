@@ -14,7 +14,7 @@ from vlm_stream.convert import engines, make_shards
 from vlm_stream.convert.engines import choose_workers
 from vlm_stream.errors import BadBudgetError, ConfigError, SourceError
 from vlm_stream.ledger import BadSample
-from vlm_stream.testing import build_processor
+from vlm_stream.testing import build_processor, make_jpeg
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,11 +60,11 @@ def test_it_ends_as_soon_as_it_is_certain_and_goes_on_without_work_done_twice(wr
     path = write_jsonl([*(_lost(number) for number in range(10)), *[GOOD] * 90])
     with pytest.raises(BadBudgetError, match=r"10 of the 10 records looked at cannot be used"):
         make_shards(path, tmp_path / "out", samples_per_shard=10, workers=1)
-    tar = tmp_path / "out" / "shard-000000.tar"
-    written = tar.stat().st_mtime_ns
-    with pytest.raises(BadBudgetError, match=r"10 of the 10 records looked at"):  # at once, without another shard
+    with pytest.raises(BadBudgetError, match=r"10 of the 10 records looked at"):  # again, without another shard
         make_shards(path, tmp_path / "out", samples_per_shard=10, workers=1)
     assert len(list((tmp_path / "out").glob("*.tar"))) == 1
+    tar = tmp_path / "out" / "shard-000000.tar"
+    written = tar.stat().st_mtime_ns
     report = make_shards(path, tmp_path / "out", samples_per_shard=10, workers=1, bad_budget=0.1)
     assert (report.num_kept, report.num_dropped, report.totals.samples) == (1, 10, 90)
     assert tar.stat().st_mtime_ns == written
@@ -185,3 +185,18 @@ def test_a_table_of_other_texts_is_another_job(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"of another conversion \(the input or its form is another\)"):
         make_shards(tmp_path / "a.parquet", tmp_path / "out")
+
+
+def test_media_that_are_there_by_now_are_found(write_jsonl, tmp_path: Path) -> None:
+    """Shards with records that were bad are written again: for another folder of media, and above the budget."""
+    path, media = write_jsonl([*[GOOD] * 6, *map(_lost, range(4))]), tmp_path / "media"
+    settings = {"samples_per_shard": 4, "workers": 1}
+    with pytest.raises(BadBudgetError, match=r"cannot be used(?s:.*)there is no file no0.jpg \(looked for"):
+        make_shards(path, tmp_path / "out", **settings)
+    with pytest.raises(BadBudgetError, match=r"cannot be used(?s:.*)there is no file .*media/no0.jpg\."):
+        make_shards(path, tmp_path / "out", media_dir=str(media), **settings)
+    media.mkdir()
+    for number in range(4):
+        (media / f"no{number}.jpg").write_bytes(make_jpeg(20, 30))
+    report = make_shards(path, tmp_path / "out", media_dir=str(media), **settings)
+    assert (report.num_kept, report.num_shards, report.totals.samples, report.dropped) == (1, 3, 10, {})

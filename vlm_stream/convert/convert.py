@@ -41,6 +41,7 @@ from vlm_stream.convert.job import (
     is_local,
     job_parameters,
     load_job,
+    media_places,
     open_target,
     record_order,
     remove_job,
@@ -165,15 +166,17 @@ def _convert(
     context = ShardContext(source=source, out=store.root, options=options)
     engine = _open_engine(context)
     order = record_order(len(source), options.shuffle, getattr(source, "block_ends", None))
-    job = load_job(store, options) or Job(parameters=parameters, borders=_cut(context, order, engine))
+    begun, media = load_job(store, options), media_places(source, options)
+    borders = _cut(context, order, engine) if begun is None else begun.borders
+    job = Job(parameters=parameters, borders=borders, media=media)
     save_job(store, job)
     parts = find_parts(store, job)
-    num_kept = len(parts)
-    tasks = _missing_tasks(source, job, order, parts, engine.workers)
     num_records = int(job.borders[-1])
     most_bad, num_bad = options.most_bad(num_records), sum(map(_num_bad, parts.values()))
-    if num_bad > most_bad:
-        _refuse(store, options, job, parts)
+    if begun is not None and (begun.media != media or num_bad > most_bad):  # what was not there may be by now
+        parts, num_bad = {number: part for number, part in parts.items() if not _num_bad(part)}, 0
+    num_kept = len(parts)
+    tasks = _missing_tasks(source, job, order, parts, engine.workers)
     with closing(engine.run(context, tasks)) as running:  # its processes end before whoever comes next may begin
         coming = itertools.chain.from_iterable(running)
         for part in flush_in_background(store.root, coming, kept=tuple(parts)) if is_local(store) else coming:

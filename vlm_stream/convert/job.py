@@ -204,6 +204,8 @@ class Job:
 
     parameters: dict[str, Any]
     borders: Ints  # [shards + 1] Shard i holds the positions `borders[i]:borders[i + 1]` of the order
+    media: list[Any]
+    """Where media were looked for; the bytes of good samples do not depend on it."""
 
     @property
     def num_shards(self) -> int:
@@ -224,6 +226,12 @@ def job_parameters(source: RecordSource, options: ShardOptions, tokens: TokenCou
         **{name: getattr(options, name) for name in same},
         **({"media_limits": asdict(options.media_limits)} if options.media_limits else {}),
     }
+
+
+def media_places(source: RecordSource, options: ShardOptions) -> list[Any]:
+    """Return where media are looked for, as JSON values."""
+    forms = [getattr(member, "form", None) for member in getattr(source, "members", (source,))]
+    return [[form and form.media_dir for form in forms], list(options.media_hosts)]
 
 
 def _input_digest(source: RecordSource) -> str:
@@ -316,7 +324,8 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any], options: ShardOp
 def load_job(store: Store, options: ShardOptions) -> Job | None:
     try:
         data = json.loads(store.get(_JOB_FILE))
-        return Job(parameters=data["parameters"], borders=np.array(data["borders"], dtype=np.int64))
+        borders = np.array(data["borders"], dtype=np.int64)
+        return Job(parameters=data["parameters"], borders=borders, media=data.get("media", []))
     except NotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
@@ -328,7 +337,7 @@ def load_job(store: Store, options: ShardOptions) -> Job | None:
 
 def save_job(store: Store, job: Job) -> None:
     """Write the job down, before its first shard."""
-    data = {"parameters": job.parameters, "borders": job.borders.tolist()}
+    data = {"parameters": job.parameters, "borders": job.borders.tolist(), "media": job.media}
     store.put(_JOB_FILE, json.dumps(data).encode())
 
 
