@@ -195,8 +195,19 @@ def test_media_that_are_there_by_now_are_found(write_jsonl, tmp_path: Path) -> N
         make_shards(path, tmp_path / "out", **settings)
     with pytest.raises(BadBudgetError, match=r"cannot be used(?s:.*)there is no file .*media/no0.jpg\."):
         make_shards(path, tmp_path / "out", media_dir=str(media), **settings)
+    lost = write_jsonl([_lost(0)], "lost.jsonl")
+    with pytest.raises(BadBudgetError, match="1 of 1 records"):
+        make_shards(lost, tmp_path / "one", media_dir=str(media), bad_budget=1)
     media.mkdir()
     for number in range(4):
         (media / f"no{number}.jpg").write_bytes(make_jpeg(20, 30))
     report = make_shards(path, tmp_path / "out", media_dir=str(media), **settings)
     assert (report.num_kept, report.num_shards, report.totals.samples, report.dropped) == (1, 3, 10, {})
+    assert make_shards(lost, tmp_path / "one", media_dir=str(media), bad_budget=1).totals.images == 1
+
+
+def test_an_entry_without_rows(tmp_path: Path) -> None:
+    for name, texts in (("a", []), ("b", ["x"])):
+        pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / f"{name}.parquet")
+    (tmp_path / "meta.json").write_text(json.dumps({name: {"file_name": f"{name}.parquet"} for name in "ab"}))
+    assert make_shards(tmp_path / "meta.json", tmp_path / "out").totals.samples == 1

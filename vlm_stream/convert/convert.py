@@ -173,7 +173,8 @@ def _convert(
     parts = find_parts(store, job)
     num_records = int(job.borders[-1])
     most_bad, num_bad = options.most_bad(num_records), sum(map(_num_bad, parts.values()))
-    if begun is not None and (begun.media != media or num_bad > most_bad):  # what was not there may be by now
+    is_refused = num_bad > min(most_bad, num_records - 1)
+    if begun is not None and (begun.media != media or is_refused):  # what was not there may be by now
         parts, num_bad = {number: part for number, part in parts.items() if not _num_bad(part)}, 0
     num_kept = len(parts)
     tasks = _missing_tasks(source, job, order, parts, engine.workers)

@@ -246,7 +246,7 @@ def _input_digest(source: RecordSource) -> str:
         if hasattr(member, "digest"):
             digest.update(member.digest().encode())
             ends = getattr(member, "block_ends", None)
-            num_read = 0 if ends is None else int(ends[0])
+            num_read = 0 if ends is None else int(ends[:1].sum())
         for number in np.linspace(0, max(num_read - 1, 0), min(num_read, _NUM_PROBES)).astype(int).tolist():
             digest.update(_record_text(member, number).encode("utf-8", "replace"))
     return digest.hexdigest()
