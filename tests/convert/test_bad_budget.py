@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from vlm_stream.cli import main
@@ -12,7 +14,7 @@ from vlm_stream.convert import engines, make_shards
 from vlm_stream.convert.engines import choose_workers
 from vlm_stream.errors import BadBudgetError, ConfigError, SourceError
 from vlm_stream.ledger import BadSample
-from vlm_stream.testing import build_processor
+from vlm_stream.testing import build_processor, make_jpeg
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,11 +60,11 @@ def test_it_ends_as_soon_as_it_is_certain_and_goes_on_without_work_done_twice(wr
     path = write_jsonl([*(_lost(number) for number in range(10)), *[GOOD] * 90])
     with pytest.raises(BadBudgetError, match=r"10 of the 10 records looked at cannot be used"):
         make_shards(path, tmp_path / "out", samples_per_shard=10, workers=1)
-    tar = tmp_path / "out" / "shard-000000.tar"
-    written = tar.stat().st_mtime_ns
-    with pytest.raises(BadBudgetError, match=r"10 of the 10 records looked at"):  # at once, without another shard
+    with pytest.raises(BadBudgetError, match=r"10 of the 10 records looked at"):  # again, without another shard
         make_shards(path, tmp_path / "out", samples_per_shard=10, workers=1)
     assert len(list((tmp_path / "out").glob("*.tar"))) == 1
+    tar = tmp_path / "out" / "shard-000000.tar"
+    written = tar.stat().st_mtime_ns
     report = make_shards(path, tmp_path / "out", samples_per_shard=10, workers=1, bad_budget=0.1)
     assert (report.num_kept, report.num_dropped, report.totals.samples) == (1, 10, 90)
     assert tar.stat().st_mtime_ns == written
@@ -105,9 +107,9 @@ def test_an_edited_record_is_another_job(write_jsonl, tmp_path: Path) -> None:
     for number in (1, 2, 3, 497, 778):
         edited = [*bad]
         edited[number] = {"messages": [{"role": "user", "content": f"TEXT {number:04d}"}]}
-        with pytest.raises(ConfigError, match=r"unfinished conversion with other parameters \(the input is another\)"):
+        with pytest.raises(ConfigError, match=r"with other parameters \(the input or its form is another\)"):
             make_shards(write_jsonl(edited), tmp_path / "begun", samples_per_shard=100, bad_budget=1)
-        with pytest.raises(ConfigError, match=r"finished dataset of another conversion \(the input is another\)"):
+        with pytest.raises(ConfigError, match=r"of another conversion \(the input or its form is another\)"):
             make_shards(write_jsonl(edited[:1000]), tmp_path / "done", samples_per_shard=100)
 
 
@@ -162,3 +164,50 @@ def test_a_text_in_the_place_of_a_path_gives_a_short_line(write_jsonl, tmp_path:
     assert len(line) < 4000
     assert "400,000 characters" in line
     assert "data:image/jpeg;base64, before it" in line
+
+
+def test_other_tags_are_another_job(write_jsonl, tmp_path: Path) -> None:
+    """Also where a single record among many shows them."""
+    records = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}] * 300
+    records[150] = {"messages": [*records[0]["messages"], {"role": "expert", "content": "4"}]}
+    path = write_jsonl(records)
+    assert make_shards(path, tmp_path / "out").dropped == {"convert: unmapped_role": 1}
+    with pytest.raises(ConfigError, match=r"of another conversion \(the input or its form is another\)"):
+        make_shards(path, tmp_path / "out", tags={"tool_tag": "expert"})
+
+
+def test_a_table_of_other_texts_is_another_job(tmp_path: Path) -> None:
+    """Also where one row of many differs."""
+    texts = [f"text {number:04d}" for number in range(1000)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    make_shards(tmp_path / "a.parquet", tmp_path / "out")
+    texts[500] = "text 0500 and more"
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"of another conversion \(the input or its form is another\)"):
+        make_shards(tmp_path / "a.parquet", tmp_path / "out")
+
+
+def test_media_that_are_there_by_now_are_found(write_jsonl, tmp_path: Path) -> None:
+    """Shards with records that were bad are written again: for another folder of media, and above the budget."""
+    path, media = write_jsonl([*[GOOD] * 6, *map(_lost, range(4))]), tmp_path / "media"
+    settings = {"samples_per_shard": 4, "workers": 1}
+    with pytest.raises(BadBudgetError, match=r"cannot be used(?s:.*)there is no file no0.jpg \(looked for"):
+        make_shards(path, tmp_path / "out", **settings)
+    with pytest.raises(BadBudgetError, match=r"cannot be used(?s:.*)there is no file .*media/no0.jpg\."):
+        make_shards(path, tmp_path / "out", media_dir=str(media), **settings)
+    lost = write_jsonl([_lost(0)], "lost.jsonl")
+    with pytest.raises(BadBudgetError, match="1 of 1 records"):
+        make_shards(lost, tmp_path / "one", media_dir=str(media), bad_budget=1)
+    media.mkdir()
+    for number in range(4):
+        (media / f"no{number}.jpg").write_bytes(make_jpeg(20, 30))
+    report = make_shards(path, tmp_path / "out", media_dir=str(media), **settings)
+    assert (report.num_kept, report.num_shards, report.totals.samples, report.dropped) == (1, 3, 10, {})
+    assert make_shards(lost, tmp_path / "one", media_dir=str(media), bad_budget=1).totals.images == 1
+
+
+def test_an_entry_without_rows(tmp_path: Path) -> None:
+    for name, texts in (("a", []), ("b", ["x"])):
+        pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / f"{name}.parquet")
+    (tmp_path / "meta.json").write_text(json.dumps({name: {"file_name": f"{name}.parquet"} for name in "ab"}))
+    assert make_shards(tmp_path / "meta.json", tmp_path / "out").totals.samples == 1

@@ -228,6 +228,14 @@ def test_members_without_a_layout_are_bytes_and_cannot_be_encoded(tmp_path, proc
         sample.conversation()
 
 
+def test_a_ledger_outlives_an_index_that_fails(tmp_path):
+    url = str(write_tar(tmp_path / "odd.tar", [("1", {"npy": bytes(16)})]))
+    (tmp_path / "ledger.jsonl").write_text("of another run\n")
+    with pytest.raises(ConfigError, match=r"no known layout"):
+        index_urls([url], IndexOptions(overwrite=True))
+    assert (tmp_path / "ledger.jsonl").read_text() == "of another run\n"
+
+
 def test_what_cannot_be_used_is_said(tmp_path, captions):
     with pytest.raises(ConfigError, match=r"is a command, which gives a stream"):
         keys_of("pipe:cat x.tar")

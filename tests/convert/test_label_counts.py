@@ -14,8 +14,8 @@ import pytest
 from tests.toy_samples import MEDIA_OF_FAMILY
 from vlm_stream.convert import IndexOptions, index_tars, make_shards, recount, verify_dataset
 from vlm_stream.convert.counting import ExactCounter
-from vlm_stream.convert.foreign import measure_media
 from vlm_stream.convert.rows import SampleCounts, recounted_index
+from vlm_stream.convert.sample import measure_media
 from vlm_stream.encode import IGNORE, EncodeConfig, Encoder
 from vlm_stream.errors import BadSampleError, DatasetError
 from vlm_stream.format import decode_index, load_manifest, read_index, to_conversation

@@ -341,3 +341,9 @@ def test_the_viewer_and_the_index_command_know_it(dataset, processor, capsys):
         assert len(viewer.frames_of(Ref(0, shard, row), 0)) == 4
     finally:
         viewer.close()
+
+
+def test_clips_without_a_table_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, "libx264", CODECS["libx264"] | {"g": "500", "sc_threshold": "0"})
+    manifest = open_dataset(str(write_lerobot(tmp_path / "robot"))).manifest
+    assert manifest.whole == {"it is one group of pictures": 4}

@@ -116,3 +116,11 @@ def test_media_that_nothing_shows_are_counted_where_they_go_first(
     assert "surplus_media" in str(json.loads(capsys.readouterr().out)["bad"])
     assert main([*command, "--media-first"]) == 0
     assert json.loads((tmp_path / "out.jsonl").read_text())["_media_tokens"] > 0
+
+
+def test_a_file_without_records_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text("[]")
+    with pytest.raises(SourceError, match=r"data\.json has no records, so there is nothing to count and nothing was"):
+        precount(path, processor="none")
+    assert path.read_text() == "[]"

@@ -23,7 +23,7 @@ from tests.servers import AzureServer, find_azurite
 from tests.storage.web_server import HubServer, WebServer
 from vlm_stream import StreamLoader
 from vlm_stream.cli import main
-from vlm_stream.convert import make_shards
+from vlm_stream.convert import make_shards, verify_dataset
 from vlm_stream.errors import AccessError, DatasetError, StorageError
 from vlm_stream.sources import open_source
 from vlm_stream.storage import RetryOptions, StoreOptions, open_store
@@ -119,6 +119,7 @@ def test_tars_of_a_web_server(captions: Path, cache: Path, caplog: pytest.LogCap
         assert keys_of(url, num_workers=1) == all_keys()
         assert keys_of(f"{server.url}/data/00000.tar::{server.url}/data/00001.tar") == all_keys(2)
         assert caplog.text.count("indexing") == 1  # of the two tars alone
+        assert verify_dataset(url, workers=1).problems == ()
         with pytest.raises(DatasetError, match=r"has no dataset.json"):
             keys_of(f"{server.url}/data")  # it lists nothing
         with pytest.raises(StorageError, match=r"There is nothing at .*/data/00004.tar"):

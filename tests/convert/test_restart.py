@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -145,9 +146,18 @@ def test_overwrite_replaces_only_what_is_ours(toy_meta: Path, tmp_path: Path, di
     out = tmp_path / "out"
     make_shards(toy_meta, out, samples_per_shard=10)
     (out / "notes.txt").write_text("mine")
+    (out / "shard-000000.tokens.0123456789abcdef.bin").write_text("of a recount")
     make_shards(toy_meta, out, samples_per_shard=100, overwrite=True)
+    assert not list(out.glob("*.tokens.*"))
     assert sorted(path.name for path in out.glob("*.tar")) == ["shard-000000.tar", "shard-000001.tar"]
     assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_no_process_outlives_a_conversion_that_ends_in_an_error(toy_meta: Path, tmp_path: Path) -> None:
+    """One that still writes would mix its shards with those of the next conversion into the same target."""
+    with pytest.raises(ZeroDivisionError) as caught:
+        make_shards(toy_meta, tmp_path / "out", samples_per_shard=10, workers=2, on_part=lambda *_: 1 / 0)
+    assert multiprocessing.active_children() == [], caught  # while somebody holds the error, and with it all frames
 
 
 def test_damaged_job_file_is_refused(toy_meta: Path, tmp_path: Path) -> None:

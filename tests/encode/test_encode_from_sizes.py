@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from vlm_stream.convert.foreign import measure_media
+from vlm_stream.convert.sample import measure_media
 from vlm_stream.encode import EncodeConfig, Encoder, Steps, call_processor
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.format import is_text_member, load_manifest, read_index, to_conversation

@@ -19,7 +19,7 @@ from vlm_stream.collate import family_of
 from vlm_stream.conversation import iter_media
 from vlm_stream.convert import make_shards, verify_dataset
 from vlm_stream.convert.counting import ExactCounter
-from vlm_stream.convert.foreign import measure_media
+from vlm_stream.convert.sample import measure_media
 from vlm_stream.encode import (
     EncodeConfig,
     Encoder,

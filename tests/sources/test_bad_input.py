@@ -7,10 +7,13 @@ import gzip
 import json
 import pickle
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -257,3 +260,25 @@ def test_a_file_without_records_is_no_error_but_said(tmp_path: Path, caplog: pyt
     meta = write_meta(tmp_path, a={"file_name": "a.jsonl", "sample_ratio": 0.5})
     assert len(open_source(meta)) == 0
     assert "a.jsonl: the file has no records" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow"])
+def test_more_files_are_read_than_may_be_open(tmp_path: Path, suffix: str):
+    table = pa.table({"text": ["x"]})
+    for number in range(400):
+        path = tmp_path / f"train-{number:05d}.{suffix}"
+        if suffix == "jsonl":
+            path.write_text('{"text": "x"}\n')
+        elif suffix == "parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+    program = (
+        "import resource, sys; from vlm_stream.sources import open_source; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (350, 350)); source = open_source(sys.argv[1]); "
+        "print(len([source.read(number) for number in range(len(source))]))"
+    )
+    pattern = str(tmp_path / f"*.{suffix}")
+    done = subprocess.run([sys.executable, "-c", program, pattern], capture_output=True, text=True, check=False)
+    assert done.stdout == "400\n", done.stderr

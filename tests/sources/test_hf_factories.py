@@ -35,7 +35,7 @@ from vlm_stream.sources import (
     open_factory,
     open_source,
 )
-from vlm_stream.sources.speech import resample
+from vlm_stream.sources.hf_source import resample
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -291,5 +291,11 @@ def test_tars_are_used_in_place(tmp_path: Path, name: str):
 
 def test_folders_of_tars_are_used_in_place(tmp_path: Path):
     (tmp_path / "x.tar").write_bytes(b"")
+    (tmp_path / "x.index.parquet").write_bytes(b"")
     with pytest.raises(SourceError, match=r"Its tars need no conversion: vlm-stream index '"):
         open_source(str(tmp_path))
+
+
+def test_a_query_is_no_pattern():
+    with pytest.raises(SourceError, match=r"a web address with a query cannot be read\. Leave it out, or fetch"):
+        open_source("https://127.0.0.1:9/data.jsonl?download=true")

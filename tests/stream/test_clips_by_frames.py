@@ -19,9 +19,8 @@ from vlm_stream import StreamLoader
 from vlm_stream.cli import main
 from vlm_stream.clips import decode_sample
 from vlm_stream.convert import IndexOptions, index_tars, make_shards, verify_dataset
-from vlm_stream.convert.clip_tables import ClipTables, find_clips
+from vlm_stream.convert.clip_tables import ClipTables, _compare, check_table, find_clips
 from vlm_stream.convert.recount import recount
-from vlm_stream.convert.verify_clips import _compare, check_table
 from vlm_stream.format import IndexCache, OpenDataset
 from vlm_stream.options import StreamOptions
 from vlm_stream.plan import Ref

@@ -21,9 +21,9 @@ import torch
 from vlm_stream import StreamLoader
 from vlm_stream.clips import ClipTable, decode_sample, packets
 from vlm_stream.convert import IndexOptions, clip_tables, index_tars, make_shards, media_bytes, verify_dataset
+from vlm_stream.convert.clip_tables import _compare, check_table
 from vlm_stream.convert.recount import recount
 from vlm_stream.convert.sample import build_sample
-from vlm_stream.convert.verify_clips import _compare, check_table
 from vlm_stream.encode import EncodeConfig, Encoder
 from vlm_stream.errors import BadSampleError
 from vlm_stream.format import IndexCache, OpenDataset

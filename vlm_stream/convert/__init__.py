@@ -4,9 +4,10 @@ Enters: records, or tars. Leaves: `shard-*.tar`, an index for each, the ledger a
 here: plans, collation, how a model consumes a sample.
 
 Files, in the order the data meets them: `options`, `job` (which record goes where, and what a restart must know),
-`engines`, `shard_task` (one shard), `media_bytes`, `web`, `sample`, `counting`, `text_file` (tokens beside the index),
-`tar`, `rows` (the tar and the index), `convert` (the whole); `foreign` (tars made elsewhere), `energon` (datasets of
-Megatron-Energon), `in_place` (any URL becomes an opened dataset); `verify`, `recount`, `precount`, `stats`.
+`engines`, `processes`, `shard_task` (one shard), `media_bytes`, `web`, `sample`, `clip_tables`, `counting`, `tar`,
+`rows` (the tar, the index and what lies beside it), `convert` (the whole); `tar_samples`, `foreign` (tars made
+elsewhere), `energon`, `lerobot` (datasets of others), `in_place` (any URL becomes an opened dataset); `alone`,
+`verify`, `recount`, `precount`, `stats`.
 """
 
 from vlm_stream.convert.alone import user_cache

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from vlm_stream.convert.shard_task import is_local
+from vlm_stream.convert.job import is_local
 from vlm_stream.storage import Store
 
 logger = logging.getLogger(__name__)

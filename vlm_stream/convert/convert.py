@@ -17,8 +17,8 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -38,12 +38,15 @@ from vlm_stream.convert.job import (
     cut_by_bytes,
     cut_by_count,
     find_parts,
+    is_local,
     job_parameters,
     load_job,
+    media_places,
     open_target,
     record_order,
     remove_job,
     save_job,
+    save_ledger,
     shards_together,
 )
 from vlm_stream.convert.options import ShardOptions
@@ -52,12 +55,10 @@ from vlm_stream.convert.shard_task import (
     ShardContext,
     ShardTask,
     flush_in_background,
-    is_local,
     seconds_per_record,
 )
 from vlm_stream.errors import BadBudgetError, ConfigError, SourceError, StorageError, nearest_name
 from vlm_stream.format import Manifest, ShardList, TokenCounting, Totals, save_manifest
-from vlm_stream.ledger import BadSample
 from vlm_stream.sources import RecordSource, open_source
 from vlm_stream.storage import Store, open_store
 
@@ -135,7 +136,8 @@ def make_shards(
         for name, line in getattr(source, "lines", {}).items():
             _tell(f"{name}: {line}")
     if not len(source):
-        raise SourceError(f"{_name(input)} has no records, so there is nothing to convert and nothing was written.")
+        name = os.fspath(input) if isinstance(input, (str, os.PathLike)) else f"the source '{input.name}'"
+        raise SourceError(f"{name} has no records, so there is nothing to convert and nothing was written.")
     counter = open_counter(options.processor, trust_remote_code=options.trust_remote_code)
     with alone(store, _LOCK, "converts into", store.root):
         report = _convert(source, store, options, counter.note, on_part)
@@ -161,48 +163,39 @@ def _convert(
         with suppress(StorageError):  # a kill behind the manifest leaves it; a target may be read-only by now
             _clean_up(store)
         return _report(store, manifest, len(source), len(manifest.shards))
-    context = ShardContext(
-        source=source,
-        out=store.root,
-        processor=options.processor,
-        trust_remote_code=options.trust_remote_code,
-        media=options.media_rules,
-        exif_rotate=options.exif_rotate,
-        store=options.store,
-    )
-    engine = _open_engine(context, options)
+    context = ShardContext(source=source, out=store.root, options=options)
+    engine = _open_engine(context)
     order = record_order(len(source), options.shuffle, getattr(source, "block_ends", None))
-    job = load_job(store, options) or Job(parameters=parameters, borders=_cut(source, order, options, engine))
+    begun, media = load_job(store, options), media_places(source, options)
+    borders = _cut(context, order, engine) if begun is None else begun.borders
+    job = Job(parameters=parameters, borders=borders, media=media)
     save_job(store, job)
     parts = find_parts(store, job)
-    num_kept = len(parts)
-    tasks = _missing_tasks(source, job, order, parts, engine.workers)
-    coming = itertools.chain.from_iterable(engine.run(context, tasks))
     num_records = int(job.borders[-1])
     most_bad, num_bad = options.most_bad(num_records), sum(map(_num_bad, parts.values()))
-    if num_bad > most_bad:
-        _refuse(store, options, job, parts)
-    for part in flush_in_background(store.root, coming, kept=tuple(parts)) if is_local(store) else coming:
-        parts[part.number] = part
-        if on_part is not None:
-            on_part(part, job.num_shards - num_kept)
-        num_bad += _num_bad(part)
-        if num_bad > most_bad:  # long before the last shard, perhaps
-            _refuse(store, options, job, parts)
+    is_refused = num_bad > min(most_bad, num_records - 1)
+    if begun is not None and (begun.media != media or is_refused):  # what was not there may be by now
+        parts, num_bad = {number: part for number, part in parts.items() if not _num_bad(part)}, 0
+    num_kept = len(parts)
+    tasks = _missing_tasks(source, job, order, parts, engine.workers)
+    with closing(engine.run(context, tasks)) as running:  # its processes end before whoever comes next may begin
+        coming = itertools.chain.from_iterable(running)
+        for part in flush_in_background(store.root, coming, kept=tuple(parts)) if is_local(store) else coming:
+            parts[part.number] = part
+            if on_part is not None:
+                on_part(part, job.num_shards - num_kept)
+            num_bad += _num_bad(part)
+            if num_bad > most_bad:  # long before the last shard, perhaps
+                _refuse(store, options, job, parts)
     if num_bad == num_records:  # of no use, whatever the budget
         _refuse(store, options, job, parts)
-    manifest = _finish(store, job, parts, replace(Manifest(shards=ShardList.of(())), tokens=note))
+    manifest = _finish(store, job, parts, note)
     report = _report(store, manifest, len(source), num_kept)
     _say(report)
     return report
 
 
-def _name(given: str | os.PathLike[str] | RecordSource) -> str:
-    return os.fspath(given) if isinstance(given, (str, os.PathLike)) else f"the source '{given.name}'"
-
-
 def open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOptions) -> RecordSource:
-    """Return the records of an input, read as the options say."""
     if not isinstance(given, (str, os.PathLike)):
         if not all(hasattr(given, name) for name in ("name", "__len__", "read")):
             raise ConfigError(
@@ -230,7 +223,8 @@ def _tell(line: str) -> None:
         sys.stderr.write(f"{line}\n")
 
 
-def _open_engine(context: ShardContext, options: ShardOptions) -> Engine:
+def _open_engine(context: ShardContext) -> Engine:
+    options = context.options
     if options.engine == "ray":
         return RayEngine(workers=options.workers or num_cores(), address=options.ray_address)
     if options.workers is not None:
@@ -245,12 +239,12 @@ def _open_engine(context: ShardContext, options: ShardOptions) -> Engine:
     return LocalEngine(choose_workers(seconds, num_tasks, with_processor=options.processor is not None))
 
 
-def _cut(source: RecordSource, order: Ints, options: ShardOptions, engine: Engine) -> Ints:
+def _cut(context: ShardContext, order: Ints, engine: Engine) -> Ints:
+    options = context.options
     if options.max_shard_bytes is None:
         return cut_by_count(len(order), options.samples_per_shard)
-    sizes = np.zeros(len(source), dtype=np.int64)  # [records]
-    sizer = RecordSizer(source, options.store, _CHUNK, options.media_rules)
-    for begin, chunk in engine.run(sizer, range(0, len(source), _CHUNK)):
+    sizes = np.zeros(len(order), dtype=np.int64)  # [records]
+    for begin, chunk in engine.run(RecordSizer(context, _CHUNK), range(0, len(order), _CHUNK)):
         sizes[begin : begin + len(chunk)] = chunk
     return cut_by_bytes(sizes[order], options.samples_per_shard, options.max_shard_bytes)
 
@@ -270,7 +264,7 @@ def _missing_tasks(
 
 def _refuse(store: Store, options: ShardOptions, job: Job, parts: dict[int, ShardPart]) -> NoReturn:
     """Write the ledger and say what was bad, with an example of each of the first reasons."""
-    save_ledger(store, parts.values())
+    save_ledger(store, [parts[number] for number in sorted(parts)])
     bads = [bad for number in sorted(parts) for bad in parts[number].bad if bad.stage != "kept"]
     num_records, num_bad = int(job.borders[-1]), len(bads)
     counts = Counter((bad.stage, bad.reason) for bad in bads)
@@ -301,19 +295,13 @@ def _num_bad(part: ShardPart) -> int:
     return sum(bad.stage != "kept" for bad in part.bad)
 
 
-def save_ledger(store: Store, parts: Iterable[ShardPart]) -> None:
-    """Write what was bad, in the order of the shards."""
-    bads: Iterator[BadSample] = (bad for part in sorted(parts, key=lambda part: part.number) for bad in part.bad)
-    store.put(LEDGER, "".join(f"{bad.to_json()}\n" for bad in bads).encode())
-
-
-def _finish(store: Store, job: Job, parts: dict[int, ShardPart], manifest: Manifest) -> Manifest:
+def _finish(store: Store, job: Job, parts: dict[int, ShardPart], tokens: TokenCounting) -> Manifest:
     """Write ledger and manifest, and forget the job."""
     ordered = [parts[number] for number in range(job.num_shards)]
     save_ledger(store, ordered)
-    manifest = replace(
-        manifest,
+    manifest = Manifest(
         shards=ShardList.of(part.entry for part in ordered),
+        tokens=tokens,
         **count_reasons(ordered),
         home="" if is_local(store) else store.root,
         job=json.dumps(job.parameters, sort_keys=True),
@@ -324,17 +312,12 @@ def _finish(store: Store, job: Job, parts: dict[int, ShardPart], manifest: Manif
 
 
 def _clean_up(store: Store) -> None:
-    """Forget the job of a finished dataset, and what killed writers have left."""
+    """Forget the job of a finished dataset, and what killed writers have left: unfinished tars, writes of the store."""
     remove_job(store)
     if is_local(store):
-        _sweep(Path(store.root))
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what writers that were killed have left: unfinished tars of ours, unfinished writes of the local store."""
-    shutil.rmtree(folder / JOB_FOLDER, ignore_errors=True)
-    for path in folder.glob(".vlm-stream-*"):
-        path.unlink(missing_ok=True)
+        shutil.rmtree(Path(store.root, JOB_FOLDER), ignore_errors=True)
+        for path in Path(store.root).glob(".vlm-stream-*"):
+            path.unlink(missing_ok=True)
 
 
 def _report(store: Store, manifest: Manifest, num_records: int, num_kept: int) -> ShardReport:

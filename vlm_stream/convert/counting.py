@@ -10,7 +10,7 @@ for the manifest of how they came about. A processor is loaded once per process.
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,48 +45,25 @@ class Counted(NamedTuple):
     tokens: dict[str, Any] | None = None  # a JSON value, kept beside the conversation; None: training tokenises it
 
 
-class SampleCounter(Protocol):
-    """Counts the text tokens and the labels of samples."""
-
-    @property
-    def note(self) -> TokenCounting:
-        """Return how the counts come about."""
-
-    def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> SampleCounts:
-        """Return the tokens of one sample without its media, one for every media placeholder, and its labels.
-
-        `known` is what the record itself says of its text tokens, if anything.
-        """
-
-    def count_and_keep(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> Counted:
-        """Return the counts, and the tokens themselves where training can use them."""
-
-    def remember_in(self, folder: Path) -> None:
-        """Keep what is measured in a folder, for the other processes of this job and for who plans later."""
-
-
 class EstimatingCounter:
     """A third of the characters; a count that the record brings along goes before that."""
 
-    def __init__(self) -> None:
-        self._geometry = Geometry.unknown()
+    note: Final = TokenCounting(kind="estimated")
 
-    @property
-    def note(self) -> TokenCounting:
-        return TokenCounting(kind="estimated")
+    def __init__(self) -> None:
+        self.geometry = Geometry.unknown()
 
     def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> SampleCounts:
-        """Return `known` and one for every medium if it is a count, else the guess."""
-        check_media_sizes(sizes, self._geometry)
+        """Return a guess; or `known`, what the record says of its text, and one for every medium, if it is a count."""
+        check_media_sizes(sizes, self.geometry)
         if (given := given_tokens(known)) is not None:
             return SampleCounts(given + sum(1 for _ in iter_media(conversation)))
         return SampleCounts(guess_text_tokens(conversation))
 
     def count_and_keep(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> Counted:
-        """Return the counts alone."""
         return Counted(self.count(conversation, sizes, known))
 
-    def remember_in(self, folder: Path) -> None:
+    def remember_in(self, root: str) -> None:
         """Keep nothing: nothing is measured."""
 
 
@@ -118,29 +95,34 @@ class ExactCounter:
 
         processor = self._counter.processor
         return TokenCounting(
-            kind="exact" if self._is_encoded or self._counter.geometry.is_exact else "estimated",
+            kind="exact" if self._is_encoded or self.geometry.is_exact else "estimated",
             processor=self._name,
             processor_class=type(processor).__name__,
             template_sha256=self._template_sha256,
             library=f"transformers {transformers.__version__}",
-            geometry=self._counter.geometry.to_json(),
+            geometry=self.geometry.to_json(),
         )
 
-    def remember_in(self, folder: Path) -> None:
-        """Keep what the processor answers of media in a folder, as a plan over the dataset will look for it."""
-        self._counter.geometry.remember_in([folder])
+    @property
+    def geometry(self) -> Geometry:
+        return self._counter.geometry
+
+    def remember_in(self, root: str) -> None:
+        """Keep what the processor answers of media in a dataset's folder, for other processes and for plans over it."""
+        if (folder := Path(root)).is_absolute():  # and no URL
+            self.geometry.remember_in([folder])
 
     @cached_property
     def _template_sha256(self) -> str:
         return template_digest(self._counter.processor)
 
     def count(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> SampleCounts:
-        """Return the exact counts; labels are unknown where an answer holds media."""
+        """Return the tokens of text, one for every medium, and the labels: unknown where an answer holds media."""
         return self.count_and_keep(conversation, sizes, known).counts
 
     def count_and_keep(self, conversation: Conversation, sizes: MediaSizes, known: Any = None) -> Counted:  # noqa: ARG002
         """Return the exact counts, and the tokens of samples without media or with images only."""
-        check_media_sizes(sizes, self._counter.geometry)
+        check_media_sizes(sizes, self.geometry)
         try:
             return self._count(conversation, sizes)
         except Exception as error:  # templates and tokenizers raise anything on content they do not accept
@@ -163,7 +145,7 @@ class ExactCounter:
             return Counted(SampleCounts(max(len(row) - surplus, 0)))
         # Nothing comes before the first token, so no loss learns it.
         counts = SampleCounts(max(len(row) - surplus, 0), int(np.count_nonzero(labels[1:] != IGNORE)))
-        is_one_run = repeats_one_token(self._counter.geometry.image)
+        is_one_run = repeats_one_token(self.geometry.image)
         if surplus or sizes.videos or sizes.audios or (sizes.images and not is_one_run):
             return Counted(counts)
         faked = None if sizes.images or not is_one_run else self._with_fake(conversation)
@@ -186,7 +168,7 @@ class ExactCounter:
             sample = self._encoder.encode_blank(conversation, sizes)
         except BadSampleError:  # it will be a hole
             return SampleCounts(guess_text_tokens(conversation), 0)
-        media = int(count_tokens(make_columns([sizes], [0]), self._counter.geometry).tokens[0])
+        media = int(count_tokens(make_columns([sizes], [0]), self.geometry).tokens[0])
         num_labels = int(np.count_nonzero(sample["labels"].numpy()[1:] != IGNORE))
         return SampleCounts(max(len(sample["input_ids"]) - media, 0), num_labels)
 
@@ -204,7 +186,9 @@ class ExactCounter:
         return row.numpy(), self._encoder.label(conversation, rendered, row).numpy()
 
 
-_opened: dict[Any, tuple[Any, SampleCounter]] = {}
+SampleCounter: TypeAlias = EstimatingCounter | ExactCounter
+
+_opened: dict[Any, tuple[Any, ExactCounter]] = {}
 """By name, or by the identity of an object, which is kept with its counter."""
 
 
@@ -219,7 +203,7 @@ def open_counter(processor: Any, *, trust_remote_code: bool = False) -> SampleCo
     return _opened[key][1]
 
 
-def _make_counter(processor: Any, *, trust_remote_code: bool) -> SampleCounter:
+def _make_counter(processor: Any, *, trust_remote_code: bool) -> ExactCounter:
     if isinstance(processor, (str, os.PathLike)):
         name = os.fspath(processor)
         return ExactCounter(name, load_processor(name, trust_remote_code=trust_remote_code))

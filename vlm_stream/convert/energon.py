@@ -202,7 +202,6 @@ class _Blend:
     """Metadatasets that were read, of the whole tree."""
 
     def read(self) -> list[_Leaf]:
-        """Return its datasets."""
         url = self.url
         if self.depth > _MAX_DEPTH:
             raise ConfigError(
@@ -229,7 +228,6 @@ class _Blend:
         return self._node(splits[self.split])
 
     def _node(self, node: Any) -> list[_Leaf]:
-        """Return the datasets below one node."""
         url = self.url
         if not isinstance(node, dict):
             raise ConfigError(f"the metadataset {url} has {type(node).__name__} where a dataset or a blend belongs.")

@@ -11,10 +11,10 @@ URLs. A task leaves either a whole shard or nothing, so running it twice is safe
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from vlm_stream.convert.processes import run_in_processes
 from vlm_stream.errors import ConfigError, MissingExtraError, VlmStreamError
@@ -27,17 +27,6 @@ _MAX_RETRIES: Final = 10
 _START_SECONDS: Final = 1.5  # of a process that imports this package
 _PROCESSOR_SECONDS: Final = 5.0
 _WORTH: Final = 1.25  # how much sooner the end must come: starts cost the other cores as well
-
-
-class Engine(Protocol):
-    """Runs tasks."""
-
-    @property
-    def workers(self) -> int:
-        """Return how many of them run side by side."""
-
-    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[R]:
-        """Yield `function(task)` for every task, as they finish."""
 
 
 def num_cores() -> int:
@@ -70,7 +59,8 @@ class LocalEngine:
         if self.workers < 1:
             raise ConfigError(f"{self.workers} workers can do nothing; give at least 1, or leave their number out.")
 
-    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[R]:
+    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Generator[R, None, None]:
+        """Yield `function(task)` for every task, as they finish."""
         if self.workers == 1:
             yield from map(function, tasks)
             return
@@ -85,7 +75,8 @@ class RayEngine:
     address: str | None = None
     """A running cluster; None: the one this process is connected to, or a new one on this machine."""
 
-    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[R]:
+    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Generator[R, None, None]:
+        """Yield `function(task)` for every task, as they finish."""
         try:
             import ray
         except ImportError as error:
@@ -134,6 +125,9 @@ class RayEngine:
                 f"a task was lost {_MAX_RETRIES + 1} times on the Ray cluster ({type(error).__name__}); what is "
                 f"finished is kept. Look at the cluster's workers, and run the same again to go on."
             ) from error
+
+
+Engine: TypeAlias = LocalEngine | RayEngine
 
 
 def _call_in(function: Callable[[Any], Any], task: Any, folder: str) -> Any:

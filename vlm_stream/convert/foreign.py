@@ -11,30 +11,24 @@ import posixpath
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import crc32c
 
 from vlm_stream.convert.clip_tables import NO_TABLE, ClipTables, TableFile, find_clips, rest_checksums
 from vlm_stream.convert.counting import open_counter
 from vlm_stream.convert.engines import LocalEngine, choose_workers
-from vlm_stream.convert.job import LEDGER, count_reasons
-from vlm_stream.convert.rows import SampleCounts, SampleRow, check_fits_index, encode_index
+from vlm_stream.convert.job import ShardPart, bad_sample, count_reasons, is_local, save_ledger
+from vlm_stream.convert.rows import NO_TEXT, SampleCounts, SampleRow, TextFile, check_fits_index, write_index
 from vlm_stream.convert.sample import measure_media
-from vlm_stream.convert.shard_task import ShardPart, is_local
-from vlm_stream.convert.shared_members import SharedMembers
 from vlm_stream.convert.tar import TarMember, iter_pieces
-from vlm_stream.convert.tar_samples import find_layout, iter_samples
-from vlm_stream.convert.text_file import NO_TEXT, TextFile
+from vlm_stream.convert.tar_samples import SharedMembers, find_layout, iter_samples
 from vlm_stream.errors import BadSampleError, ConfigError, blame_sample
 from vlm_stream.format import (
     MANIFEST,
     FieldMap,
     Manifest,
     ShardList,
-    clips_name,
-    describe_shard,
-    index_name,
     is_text_member,
     load_manifest,
     own_names,
@@ -50,8 +44,6 @@ if TYPE_CHECKING:
 
     from vlm_stream.convert.counting import SampleCounter
     from vlm_stream.storage import Store, StoreOptions
-
-__all__ = ["IndexContext", "IndexOptions", "IndexTask", "index_tars", "measure_media", "write_indexes"]
 
 _BYTES_PER_SECOND: Final = 2e8
 """About what one process indexes."""
@@ -81,12 +73,8 @@ class IndexOptions:
     store: StoreOptions | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class IndexTask:
-    """One file to be indexed."""
-
-    number: int
-    name: str
+IndexTask: TypeAlias = tuple[int, str]
+"""Number and name of a file to be indexed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +84,15 @@ class IndexContext:
     tars: str
     out: str
     fields: FieldMap
-    counting: dict[str, Any]
-    """Arguments of `open_counter`."""
-    excluded: frozenset[str]
-    store: StoreOptions | None
+    options: IndexOptions
     index: Callable[[IndexContext, IndexTask], ShardPart]
 
     def __call__(self, task: IndexTask) -> ShardPart:
         return self.index(self, task)
+
+    @property
+    def counter(self) -> SampleCounter:
+        return open_counter(self.options.processor, trust_remote_code=self.options.trust_remote_code)
 
 
 def index_tars(
@@ -149,18 +138,9 @@ def write_indexes(
     each name, these are other files, and tars are written for them.
     """
     fields = find_layout(tars, names, options.fields)
-    counting: dict[str, Any] = {"processor": options.processor, "trust_remote_code": options.trust_remote_code}
-    context = IndexContext(
-        tars=tars.root,
-        out=out.root,
-        fields=fields,
-        counting=counting,
-        excluded=options.excluded,
-        store=options.store,
-        index=index or _index_tar,
-    )
+    context = IndexContext(tars=tars.root, out=out.root, fields=fields, options=options, index=index or _index_tar)
     parts: dict[int, ShardPart] = {}
-    tasks = [IndexTask(number, name) for number, name in enumerate(names)]
+    tasks = list(enumerate(names))
     if options.threads:
         done = _run_threads(context, tasks, options.threads)
     else:
@@ -180,10 +160,10 @@ def write_indexes(
             f"not one sample of the tars at {tars.root} can be used, so there is no dataset. The first reasons:\n  "
             + "\n  ".join(reasons[:_NUM_TOLD] or ["the tars are empty"])
         )
-    out.put(LEDGER, "".join(bad.to_json() + "\n" for part in ordered for bad in part.bad).encode())
+    save_ledger(out, ordered)
     manifest = Manifest(
         shards=ShardList.of(part.entry for part in ordered),
-        tokens=open_counter(**counting).note,
+        tokens=context.counter.note,
         fields=fields,
         tars=tars.root if out.root != tars.root and index is None else "",
         home="" if is_local(tars) else out.root,
@@ -205,25 +185,21 @@ def _run_threads(context: IndexContext, tasks: Sequence[IndexTask], threads: int
 
 
 def _index_tar(context: IndexContext, task: IndexTask) -> ShardPart:
-    """Index one tar; write its sidecars."""
-    tars = open_store(context.tars, context.store)
-    out = open_store(context.out, context.store)
-    info = tars.head(task.name)
+    number, name = task
+    store, excluded = context.options.store, context.options.excluded
+    tars, out = open_store(context.tars, store), open_store(context.out, store)
+    info = tars.head(name)
     folder = posixpath.basename(context.tars.rstrip("/")) or "data"
-    shared = SharedMembers(tars, task.name)
-    scan = _Scan(task.name, folder, context.fields, open_counter(**context.counting), shared, context.excluded)
-    with ObjectReader(tars, task.name, info.size) as reader:
+    shared = SharedMembers(tars, name)
+    scan = _Scan(name, folder, context.fields, context.counter, shared, excluded)
+    with ObjectReader(tars, name, info.size) as reader:
         for key, group in iter_samples(iter_pieces(reader.read), scan.note):
             scan.add(key, group)
         crc32c = reader.finish()
-    if tables := scan.tables.to_bytes():
-        out.put(clips_name(task.name), tables)
-    scan.texts.write(out, task.name)
-    data = encode_index(scan.rows)
-    out.put(index_name(task.name), data)
-    etag = None if is_local(tars) else info.etag
-    entry = describe_shard(task.name, data, num_bytes=info.size, crc32c=crc32c, etag=etag)
-    return ShardPart(number=task.number, entry=entry, bad=tuple(scan.bad), whole=dict(scan.tables.whole))
+    scan.texts.write(out, name)
+    facts = {"num_bytes": info.size, "crc32c": crc32c, "etag": None if is_local(tars) else info.etag}
+    entry = write_index(out.put, name, scan.rows, scan.tables, **facts)
+    return ShardPart(number=number, entry=entry, bad=tuple(scan.bad), whole=dict(scan.tables.whole))
 
 
 @dataclass(slots=True)
@@ -260,18 +236,7 @@ class _Scan:
             self.note(key, begin, blame_sample(error, "convert", "bad_form", "the sample cannot be indexed"))
 
     def note(self, key: str, offset: int, error: BadSampleError) -> None:
-        """Append a line of the ledger."""
-        self.bad.append(
-            BadSample(
-                source=self.name,
-                sample=key or self.name,
-                stage=error.stage,
-                reason=error.reason,
-                detail=str(error),
-                shard=self.name,
-                offset=offset,
-            )
-        )
+        self.bad.append(bad_sample(self.name, key or self.name, error, shard=self.name, offset=offset))
 
 
 def _to_row(key: str, group: list[tuple[str, TarMember]], scan: _Scan) -> SampleRow:

@@ -10,9 +10,11 @@ change), so tars that change get a new one. One process of a machine indexes, th
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -20,9 +22,8 @@ from typing import Any, Final, Literal, TypeAlias
 from vlm_stream.convert.alone import alone, user_cache
 from vlm_stream.convert.energon import is_energon, read_energon, split_fragment
 from vlm_stream.convert.foreign import IndexOptions, index_tars, write_indexes
-from vlm_stream.convert.job import LEDGER
+from vlm_stream.convert.job import LEDGER, ShardPart, is_local
 from vlm_stream.convert.lerobot import index_video, is_lerobot, lerobot_videos
-from vlm_stream.convert.shard_task import ShardPart, is_local
 from vlm_stream.convert.tar_samples import find_layout
 from vlm_stream.errors import ConfigError, DatasetError, NotFoundError, VlmStreamError
 from vlm_stream.format import FORMAT_VERSION, MANIFEST, FieldMap, IndexCache, Manifest, OpenDataset, load_manifest
@@ -132,8 +133,11 @@ def _can_write(urls: Sequence[str], options: IndexOptions) -> bool:
     root, _ = expand_urls(urls, options.store)
     if not options.overwrite and _manifest_at(root, options.store) is not None:
         return True
+    store, ledger = open_store(root, options.store), b""
     try:
-        open_store(root, options.store).put(LEDGER, b"")
+        with suppress(NotFoundError):
+            ledger = bytes(store.get(LEDGER))
+        store.put(LEDGER, ledger)
     except (VlmStreamError, OSError):
         return False
     return True
@@ -265,17 +269,12 @@ def _look(store: Store, names: tuple[str, ...]) -> list[ObjectInfo]:
         infos = [store.head(name) for name in names]
         return [replace(info, etag=str(Path(store.root, info.path).stat().st_mtime_ns)) for info in infos]
     try:
-        listed = {info.path: info for info in store.list(_common_prefix(names))}
+        prefix = os.path.commonprefix(names)  # noqa: RUF071 (of names, not of folders)
+        listed = {info.path: info for info in store.list(prefix)}
     except VlmStreamError:  # web servers list nothing
         listed = {}
     with ThreadPoolExecutor(_ASKING) as pool:
         return list(pool.map(lambda name: listed.get(name) or store.head(name), names))
-
-
-def _common_prefix(names: tuple[str, ...]) -> str:
-    first, last = min(names), max(names)
-    length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
-    return first[:length]
 
 
 def _key(tars: InPlace, store: Store, infos: list[ObjectInfo]) -> str:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from vlm_stream.conversation import Item, map_media
 from vlm_stream.convert.options import ShardOptions
-from vlm_stream.errors import ConfigError, DatasetError, NotFoundError, StorageError, blame_sample
+from vlm_stream.errors import BadSampleError, ConfigError, DatasetError, NotFoundError, StorageError, blame_sample
 from vlm_stream.format import (
     MANIFEST,
     Manifest,
@@ -56,7 +56,7 @@ _NUM_THREADS: Final = 16
 _WORDS: Final = {
     "format": "the shard format",
     "records": "the number of records",
-    "input": "the input",
+    "input": "the input or its form",
     "processor": "the class of the processor",
     "template": "the processor's template or vocabulary",
     "library": "the library",
@@ -87,6 +87,16 @@ def sample_key(record: int) -> str:
     return f"{record:09d}"
 
 
+def is_local(store: Store) -> bool:
+    """Tell whether the store is a folder of this machine."""
+    return scheme_of(store.root) == "file"
+
+
+def bad_sample(source: str, sample: str, error: BadSampleError, **place: Any) -> BadSample:
+    """Return the line of the ledger for an error; `place` are further fields of it."""
+    return BadSample(source=source, sample=sample, stage=error.stage, reason=error.reason, detail=str(error), **place)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPart:
     """One finished shard: its manifest entry and what was bad in it."""
@@ -108,6 +118,10 @@ class ShardPart:
         entry = ShardEntry(**(data["entry"] | {"totals": Totals(**data["entry"]["totals"])}))
         bad = tuple(map(BadSample.from_json, data["bad"]))
         return cls(number=data["number"], entry=entry, bad=bad, whole=data["whole"])
+
+
+def save_ledger(store: Store, parts: Iterable[ShardPart]) -> None:
+    store.put(LEDGER, "".join(f"{bad.to_json()}\n" for part in parts for bad in part.bad).encode())
 
 
 def count_reasons(parts: Iterable[ShardPart]) -> dict[str, Any]:
@@ -190,6 +204,8 @@ class Job:
 
     parameters: dict[str, Any]
     borders: Ints  # [shards + 1] Shard i holds the positions `borders[i]:borders[i + 1]` of the order
+    media: list[Any]
+    """Where media were looked for; the bytes of good samples do not depend on it."""
 
     @property
     def num_shards(self) -> int:
@@ -212,17 +228,27 @@ def job_parameters(source: RecordSource, options: ShardOptions, tokens: TokenCou
     }
 
 
-def _input_digest(source: RecordSource) -> str:
-    """Return a digest of the data files, and of some records, spread evenly, as columns and tags make them.
+def media_places(source: RecordSource, options: ShardOptions) -> list[Any]:
+    """Return where media are looked for, as JSON values."""
+    forms = [getattr(member, "form", None) for member in getattr(source, "members", (source,))]
+    return [[form and form.media_dir for form in forms], list(options.media_hosts)]
 
-    Of a source that is no file the records alone: cheap, and another input hardly ever has the same.
+
+def _input_digest(source: RecordSource) -> str:
+    """Return a digest of the data files and of the forms by which they are read.
+
+    Of tables, which are not read whole, some records are looked at as well; of a source that is no file, records alone,
+    spread evenly: cheap, and another input hardly ever has the same.
     """
     digest = hashlib.sha256()
     for member in getattr(source, "members", (source,)):
+        num_read = len(member)
         if hasattr(member, "digest"):
             digest.update(member.digest().encode())
-    for number in np.linspace(0, max(len(source) - 1, 0), min(len(source), _NUM_PROBES)).astype(int).tolist():
-        digest.update(_record_text(source, number).encode("utf-8", "replace"))
+            ends = getattr(member, "block_ends", None)
+            num_read = 0 if ends is None else int(ends[:1].sum())
+        for number in np.linspace(0, max(num_read - 1, 0), min(num_read, _NUM_PROBES)).astype(int).tolist():
+            digest.update(_record_text(member, number).encode("utf-8", "replace"))
     return digest.hexdigest()
 
 
@@ -244,7 +270,7 @@ def _without_folders(item: Item) -> Item:
 def open_target(store: Store, options: ShardOptions, parameters: dict[str, Any]) -> Manifest | None:
     """Make the target ready for a start or a restart; return its manifest if nothing is left to do."""
     fresh = f"Give another target, or replace what is there with {options.say('overwrite', True)}."
-    if scheme_of(store.root) == "file" and Path(store.root).is_file():
+    if is_local(store) and Path(store.root).is_file():
         raise ConfigError(f"{store.root} is a file, so it cannot be a dataset's folder. Give another target.")
     try:
         text = store.get(MANIFEST)
@@ -298,7 +324,8 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any], options: ShardOp
 def load_job(store: Store, options: ShardOptions) -> Job | None:
     try:
         data = json.loads(store.get(_JOB_FILE))
-        return Job(parameters=data["parameters"], borders=np.array(data["borders"], dtype=np.int64))
+        borders = np.array(data["borders"], dtype=np.int64)
+        return Job(parameters=data["parameters"], borders=borders, media=data.get("media", []))
     except NotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
@@ -310,7 +337,7 @@ def load_job(store: Store, options: ShardOptions) -> Job | None:
 
 def save_job(store: Store, job: Job) -> None:
     """Write the job down, before its first shard."""
-    data = {"parameters": job.parameters, "borders": job.borders.tolist()}
+    data = {"parameters": job.parameters, "borders": job.borders.tolist(), "media": job.media}
     store.put(_JOB_FILE, json.dumps(data).encode())
 
 
@@ -348,7 +375,7 @@ def clear_target(store: Store) -> None:
         for info in store.list()
         if info.path in (MANIFEST, LEDGER)
         or info.path.startswith(f"{JOB_FOLDER}/")
-        or (info.path.startswith("shard-") and info.path.endswith((".tar", ".index.parquet", ".clips.bin")))
+        or (info.path.startswith("shard-") and info.path.endswith((".tar", ".index.parquet", ".bin")))
     ]
     _delete(store, sorted(ours, key=lambda path: path != MANIFEST))
 

@@ -15,13 +15,12 @@ from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from vlm_stream.convert.counting import open_counter
+from vlm_stream.convert.job import ShardPart, bad_sample
 from vlm_stream.convert.media_bytes import KeptFile, MediaReader
-from vlm_stream.convert.rows import ShardWriter, check_fits_index, encode_index
+from vlm_stream.convert.rows import ShardWriter, check_fits_index, write_index
 from vlm_stream.convert.sample import build_sample
-from vlm_stream.convert.shard_task import ShardPart
 from vlm_stream.errors import BadSampleError, ConfigError, StorageError, blame_sample
-from vlm_stream.format import clips_name, describe_shard, index_name, read_groups
+from vlm_stream.format import read_groups
 from vlm_stream.ledger import BadSample
 from vlm_stream.sources import Record
 from vlm_stream.storage import open_store
@@ -137,29 +136,27 @@ def _video_path(pattern: Any, camera: str, chunk: int, file: int) -> str:
 
 
 def index_video(context: IndexContext, task: IndexTask) -> ShardPart:
-    """Write the tar and the index of the episodes of one MP4 file."""
-    store, out = open_store(context.tars, context.store), open_store(context.out, context.store)
-    url, name = store.url(task.name), f"{task.name}.tar"
-    reader = MediaReader(options=context.store)
-    reader.kept = KeptFile(url, bytes(store.get(task.name)), stays=True)
+    options = context.options.store
+    store, out = open_store(context.tars, options), open_store(context.out, options)
+    number, video = task
+    url, name = store.url(video), f"{video}.tar"
+    reader = MediaReader(options=options)
+    reader.kept = KeptFile(url, bytes(store.get(video)), stays=True)
     bad: list[BadSample] = []
     with tempfile.TemporaryFile(buffering=0) as file:
         writer = ShardWriter(file)
         writer.name_outside(url, len(reader.kept.content))
-        for each in _episodes(context.tars, context.store)[task.name]:
+        for each in _episodes(context.tars, options)[video]:
             try:
                 _add(writer, each, reader, context)
             except Exception as fault:  # a file can hold anything
-                bad.append(_bad(each, name, blame_sample(fault, "convert", "bad_record", "the episode cannot be used")))
+                blamed = blame_sample(fault, "convert", "bad_record", "the episode cannot be used")
+                bad.append(bad_sample(each.camera, _name(each), blamed, shard=name))
         crc32c = writer.finish()
         file.seek(0)
         out.put(name, file.read())
-    if tables := writer.tables.to_bytes():
-        out.put(clips_name(name), tables)
-    index = encode_index(writer.rows)
-    out.put(index_name(name), index)
-    entry = describe_shard(name, index, num_bytes=writer.num_bytes, crc32c=crc32c)
-    return ShardPart(number=task.number, entry=entry, bad=tuple(bad))
+    entry = write_index(out.put, name, writer.rows, writer.tables, num_bytes=writer.num_bytes, crc32c=crc32c)
+    return ShardPart(number=number, entry=entry, bad=tuple(bad), whole=dict(writer.tables.whole))
 
 
 def _add(writer: ShardWriter, episode: _Episode, reader: MediaReader, context: IndexContext) -> None:
@@ -176,21 +173,10 @@ def _add(writer: ShardWriter, episode: _Episode, reader: MediaReader, context: I
         ],
     )
     sample = build_sample(record, reader)
-    counts = open_counter(**context.counting).count(sample.conversation, sample.sizes)
+    counts = context.counter.count(sample.conversation, sample.sizes)
     check_fits_index(counts.text_tokens, sample.sizes)
     writer.add(_name(episode), sample, counts)
 
 
 def _name(episode: _Episode) -> str:
     return f"episode-{episode.number:06d}"
-
-
-def _bad(episode: _Episode, shard: str, error: BadSampleError) -> BadSample:
-    return BadSample(
-        source=episode.camera,
-        sample=_name(episode),
-        stage=error.stage,
-        reason=error.reason,
-        detail=str(error),
-        shard=shard,
-    )

@@ -24,11 +24,12 @@ from typing import Any, Final
 from urllib.parse import quote, unquote, unquote_to_bytes
 
 from vlm_stream.clips import ClipTable
-from vlm_stream.convert.web import PUBLIC, open_web, read_body
+from vlm_stream.convert.web import PUBLIC, open_web
 from vlm_stream.errors import AccessError, BadSampleError, ConfigError, NotFoundError, StorageError, say_error, shorten
 from vlm_stream.media import DEFAULT_LIMITS, LMDB_SEPARATOR, MediaLimits, read_lmdb
 from vlm_stream.storage import Store, StoreOptions, local_path, open_store, scheme_of
 
+_CHUNK: Final = 1 << 20
 _NAME_BYTES: Final = 4096  # no path is longer
 _GONE: Final = (404, 410)
 _REFUSED: Final = (401, 403)
@@ -179,7 +180,7 @@ class MediaReader:
         for left in range(retry.max_retries, -1, -1):
             try:
                 with self._ask(url) as answer:
-                    return read_body(answer, _show(url), self.rules.limits.file_bytes, deadline)
+                    return _read_body(answer, url, self.rules.limits.file_bytes, deadline)
             except urllib.error.HTTPError as error:
                 error.close()
                 if error.code in _GONE:
@@ -196,6 +197,21 @@ class MediaReader:
             time.sleep(wait * (0.5 + random.random()))
             wait = min(2 * wait, retry.max_backoff_s)
         raise AssertionError("the last attempt returns or raises")
+
+
+def _read_body(answer: Any, url: str, limit: int, deadline: float) -> bytes:
+    """Return the body of an answer; raise for one that is too long, drips, or ends before it is whole."""
+    parts, size = [], 0
+    while part := answer.read1(_CHUNK):
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise _too_large(url, limit)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {size:,} bytes it was not whole at the deadline")
+    if answer.length:
+        raise http.client.IncompleteRead(b"", answer.length)
+    return b"".join(parts)
 
 
 def _read_file(where: str, limit: int) -> bytes:

@@ -87,7 +87,6 @@ class ShardOptions:
 
     @property
     def media_rules(self) -> MediaRules:
-        """Return what records may name."""
         return MediaRules(
             confine=self.confine_media, hosts=self.media_hosts, limits=self.media_limits or DEFAULT_LIMITS
         )
@@ -104,5 +103,4 @@ class ShardOptions:
         return flag if value is None or value is True else f"{flag} {value}"
 
     def most_bad(self, num_records: int) -> float:
-        """Return how many of the records may be bad."""
         return math.inf if self.bad_budget is None else self.bad_budget * num_records

@@ -9,30 +9,26 @@ import gzip
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, cast
+from typing import IO, Any, Final, cast
 
 from vlm_stream.conversation import iter_media
-from vlm_stream.convert.counting import SampleCounter, open_counter
+from vlm_stream.convert.counting import open_counter
 from vlm_stream.convert.engines import LocalEngine
 from vlm_stream.convert.media_bytes import MediaReader, MediaRules
 from vlm_stream.convert.sample import build_sample
 from vlm_stream.convert.web import PUBLIC
 from vlm_stream.errors import ConfigError, SourceError, StorageError, blame_sample
-from vlm_stream.processors import load_processor
 from vlm_stream.sources import Catalog, DataFile, SourceGroup, open_source
 from vlm_stream.storage import StoreOptions, local_path
-from vlm_stream.tokens import Geometry, count_tokens, make_columns
+from vlm_stream.tokens import count_tokens, make_columns
 
 _CHUNK: Final = 64
-
-
-class _Counts(NamedTuple):
-    text: int
-    media: int
+_TEXT: Final = "_text_tokens"
+_MEDIA: Final = "_media_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +66,8 @@ def precount(
     """
     path, target = os.fspath(path), os.fspath(path if out is None else out)
     catalog, data = _open_file(path, open_source(path, store=store, **form))
+    if not len(data):
+        raise SourceError(f"{path} has no records, so there is nothing to count and nothing was written.")
     if on_form is not None and catalog.line:
         on_form(f"{catalog.name}: {catalog.line}")
     if "://" in target or target.endswith(".zst"):
@@ -77,18 +75,30 @@ def precount(
             f"counts cannot be written to {target}; give a local .json or .jsonl as the new file (.gz too)."
         )
     counter = _Counter(catalog, processor, trust_remote_code, MediaReader(MediaRules(hosts=media_hosts), store))
-    num_records = len(catalog)
-    chunks = (range(begin, min(begin + _CHUNK, num_records)) for begin in range(0, num_records, _CHUNK))
+    chunks = (range(begin, min(begin + _CHUNK, len(data))) for begin in range(0, len(data), _CHUNK))
     found = _in_order(LocalEngine(workers).run(counter, chunks))
-    sums = _Sums(catalog, data)
+    sums: Counter[str] = Counter()
+    bad: dict[str, str] = {}
+
+    def lines() -> Iterator[bytes]:
+        for number, counts in enumerate(found):
+            if isinstance(counts, str):
+                bad[catalog.origin(number)] = counts
+                yield data.raw(number).strip()
+            else:
+                sums.update(counts)
+                yield json.dumps({**data.load(number), **counts}, ensure_ascii=False).encode()
+            if on_record is not None:
+                on_record(len(data))
+
     try:
-        _write_whole(Path(target), sums.lines(found, on_record), data.is_array)
+        _write_whole(Path(target), lines(), data.is_array)
     except OSError as error:
         raise StorageError(
             f"{target} could not be written ({error.strerror or error}); nothing was changed. Give another --out."
         ) from error
     return PrecountReport(
-        out=target, num_records=num_records, text_tokens=sums.text, media_tokens=sums.media, bad=sums.bad
+        out=target, num_records=len(data), text_tokens=sums[_TEXT], media_tokens=sums[_MEDIA], bad=bad
     )
 
 
@@ -108,64 +118,34 @@ def _open_file(path: str, source: SourceGroup) -> tuple[Catalog, DataFile]:
     )
 
 
-class _Sums:
-    """Puts counts into records, and adds them up."""
-
-    def __init__(self, catalog: Catalog, data: DataFile) -> None:
-        self._catalog, self._data = catalog, data
-        self.text = self.media = 0
-        self.bad: dict[str, str] = {}
-
-    def lines(self, found: Iterator[_Counts | str], on_record: Callable[[int], None] | None) -> Iterator[bytes]:
-        for number, counts in enumerate(found):
-            if isinstance(counts, str):
-                self.bad[self._catalog.origin(number)] = counts
-                yield self._data.raw(number).strip()
-            else:
-                self.text += counts.text
-                self.media += counts.media
-                both = {"_text_tokens": counts.text, "_media_tokens": counts.media}
-                yield json.dumps({**self._data.load(number), **both}, ensure_ascii=False).encode()
-            if on_record is not None:
-                on_record(len(self._data))
-
-
+@dataclass(frozen=True, slots=True)
 class _Counter:
-    """Counts runs of records; goes to every worker once, and opens the processor there."""
+    """Counts runs of records; goes to every worker once."""
 
-    def __init__(self, catalog: Catalog, name: str, trust_remote_code: bool, reader: MediaReader) -> None:
-        self._catalog = catalog
-        self._processor: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        self._name, self._reader = name, reader
+    catalog: Catalog
+    processor: str
+    trust_remote_code: bool
+    reader: MediaReader
 
-    def __call__(self, numbers: range) -> tuple[range, list[_Counts | str]]:
-        """Return both counts of each record, or why there are none."""
+    def __call__(self, numbers: range) -> tuple[range, list[dict[str, int] | str]]:
         return numbers, [self._count(number) for number in numbers]
 
-    @cached_property
-    def _tools(self) -> tuple[SampleCounter, Geometry]:
-        geometry = Geometry.from_processor(load_processor(self._name, **self._processor))
-        return open_counter(self._name, **self._processor), geometry
-
-    def _count(self, number: int) -> _Counts | str:
-        counter, geometry = self._tools
+    def _count(self, number: int) -> dict[str, int] | str:
+        counter = open_counter(self.processor, trust_remote_code=self.trust_remote_code)
         try:
-            sample = build_sample(self._catalog.read(number), self._reader)
+            sample = build_sample(self.catalog.read(number), self.reader)
             counted = counter.count(sample.conversation, sample.sizes).text_tokens
         except Exception as error:  # a record can hold anything in any place
             blamed = blame_sample(error, "convert", "bad_record", "the record cannot be counted")
             return f"{blamed.reason}: {blamed}"
         text = counted - sum(1 for _ in iter_media(sample.conversation))  # one stands for each medium
-        total = int(count_tokens(make_columns([sample.sizes], [counted]), geometry).tokens[0])
-        return _Counts(text, total - text)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_tools"}
+        total = int(count_tokens(make_columns([sample.sizes], [counted]), counter.geometry).tokens[0])
+        return {_TEXT: text, _MEDIA: total - text}
 
 
-def _in_order(found: Iterator[tuple[range, list[_Counts | str]]]) -> Iterator[_Counts | str]:
+def _in_order(found: Iterator[tuple[range, list[dict[str, int] | str]]]) -> Iterator[dict[str, int] | str]:
     """Yield what was counted in the order of the records; what comes too early waits, which are a few numbers."""
-    waiting: dict[int, list[_Counts | str]] = {}
+    waiting: dict[int, list[dict[str, int] | str]] = {}
     due = 0
     for numbers, counts in found:
         waiting[numbers.start] = counts

@@ -1,11 +1,12 @@
-"""Processes of this machine that run tasks, and may die.
+"""Processes of this machine that run tasks, and may die: the parent's side first, then the child's.
 
-A process shares one connection with its parent, and the number of the record that it works on: no queue and no lock,
-which a killed process would keep for ever. The end of the connection is the sign of its death, also in the middle of a
-result, because nobody but the process holds the other end.
+A process shares one connection with its parent, and the number of the record that it works on, which may end it: no
+queue and no lock, which a killed process would keep for ever. The end of the connection is the sign of its death, also
+in the middle of a result, because nobody but the process holds the other end.
 
 Processes are spawned, not forked: the parent may hold threads of storage clients and of tokenizers. The function goes
-to each of them once, tasks one by one, so a function may carry a whole catalog of records.
+to each of them once, tasks one by one, so a function may carry a whole catalog of records. Answers are `(True, result)`
+and `(False, error, trace)`.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ import logging
 import multiprocessing
 import os
 import pickle
-from collections import Counter, deque
+import traceback
+from collections import Counter
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Final
 
-from vlm_stream.convert.worker import NO_RECORD, serve
-from vlm_stream.errors import VlmStreamError
-from vlm_stream.lifetimes import say_exit
+from vlm_stream.allocator import keep_freed_memory
+from vlm_stream.errors import VlmStreamError, hide_secrets
+from vlm_stream.lifetimes import die_with_parent, say_exit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+NO_RECORD: Final = -1
 _LOG = logging.getLogger(__name__)
-_AHEAD: Final = 2  # one in hand and one waiting: no process is idle
 _JOIN_S: Final = 5.0
 _MAX_LOSSES: Final = 3
 _MAX_LOSSES_ALONE: Final = 2
@@ -46,64 +48,47 @@ class TraceError(Exception):
 def run_in_processes(workers: int, function: Any, tasks: Iterator[Any]) -> Iterator[Any]:
     """Yield `function(task)` for every task, as they finish.
 
-    The task that a process worked on when it died is run again, alone.
+    When a process dies the others finish what they have in hand, and what it worked on is run again, alone.
     """
     packed = bytes(ForkingPickler.dumps(function))
-    waiting: deque[Any] = deque()
-    while True:
-        lost: list[Any] = []
-        yield from _run_together(workers, packed, tasks, waiting, lost)
-        if not lost:
-            return
-        _LOG.warning("a worker process died; what it worked on is run again, by itself")
-        for task in lost:
-            yield _run_alone(packed, task)
-
-
-def _run_together(
-    workers: int, packed: bytes, tasks: Iterator[Any], waiting: deque[Any], lost: list[Any]
-) -> Iterator[Any]:
-    """Run tasks until all are done or a process dies; the others then finish what they have in hand.
-
-    Args:
-        workers: How many processes.
-        packed: The function.
-        tasks: Where tasks come from.
-        waiting: Tasks that were taken and not begun; they come first, and others are added.
-        lost: Is given tasks that were begun by processes that died.
-    """
     processes: list[_Process] = []
+    lost: list[Any] = []
     try:
         while True:
-            while not lost and min(_loads(processes, workers)) < _AHEAD:
+            while not lost and (len(processes) < workers or not all(process.is_busy for process in processes)):
                 try:
-                    task = waiting.popleft() if waiting else next(tasks)
+                    task = next(tasks)
                 except StopIteration:
                     break
-                if len(processes) < workers:
-                    processes.append(_Process(packed))
-                min(processes, key=lambda process: len(process.in_hand)).give(task)
-            busy: dict[Any, _Process] = {process.connection: process for process in processes if process.in_hand}
+                free = next((process for process in processes if not process.is_busy), None)
+                if free is None:
+                    free = _Process(packed)
+                    processes.append(free)
+                free.give(task)
+            busy: dict[Any, _Process] = {process.connection: process for process in processes if process.is_busy}
             if not busy:
-                return
-            for connection in wait(list(busy)):
-                process = busy[connection]
+                _end(processes)
+                if not lost:
+                    return
+                _LOG.warning("a worker process died; what it worked on is run again, by itself")
+                while lost:
+                    yield _run_alone(packed, lost.pop())
+            for connection in wait(list(busy)) if busy else ():
                 try:
-                    yield process.take()
+                    yield busy[connection].take()
                 except DeadError:
-                    processes.remove(process)
-                    lost.append(process.in_hand.popleft())
-                    waiting.extend(process.in_hand)
+                    processes.remove(busy[connection])
+                    lost.append(busy[connection].task)
     finally:
-        for process in processes:
-            process.connection.close()
-        for process in processes:
-            process.wait()
+        _end(processes)
 
 
-def _loads(processes: list[_Process], workers: int) -> list[int]:
-    """Return how many tasks each process has in hand, with those that are not started yet."""
-    return [len(process.in_hand) for process in processes] + [0] * (workers - len(processes))
+def _end(processes: list[_Process]) -> None:
+    """Hang up, and wait until all have ended and with them what they have in hand: what is finished is kept."""
+    for process in processes:
+        process.connection.close()
+    while processes:
+        processes.pop().wait()
 
 
 def _run_alone(packed: bytes, task: Any) -> Any:
@@ -126,8 +111,7 @@ def _run_alone(packed: bytes, task: Any) -> Any:
             if record != NO_RECORD and losses[record] == _MAX_LOSSES_ALONE:
                 _LOG.warning("record %d ended every process that worked on it, so it is left out", record)
         finally:
-            process.connection.close()
-            process.wait()
+            _end([process])
 
 
 class _Process:
@@ -136,8 +120,8 @@ class _Process:
     def __init__(self, packed: bytes, left_out: frozenset[int] = frozenset()) -> None:
         context: Any = multiprocessing.get_context("spawn")
         self._note = context.RawArray("q", [NO_RECORD])
-        self.in_hand: deque[Any] = deque()
-        """Tasks in the order in which they are worked on."""
+        self.task: Any = None
+        self.is_busy = False
         self.connection, theirs = context.Pipe()
         with theirs:  # closed here: else nobody would see the process's end of it go
             arguments = (theirs, self._note, left_out, os.getpid())
@@ -152,11 +136,11 @@ class _Process:
         return number
 
     def give(self, task: Any) -> None:
-        self.in_hand.append(task)
+        self.task, self.is_busy = task, True
         self._send(bytes(ForkingPickler.dumps(task)))
 
     def take(self) -> Any:
-        """Return the result of the first task in hand, or raise its error.
+        """Return the result of the task in hand, or raise its error.
 
         Raises:
             DeadError: The process has died over it.
@@ -169,7 +153,7 @@ class _Process:
             self._process.kill()  # in case it has closed its end alone
             self._process.join()
             raise DeadError(say_exit(self._process.exitcode)) from None
-        self.in_hand.popleft()
+        self.is_busy = False
         if is_good:
             return answer[0]
         error, trace = answer
@@ -178,8 +162,7 @@ class _Process:
         raise error from TraceError(trace)
 
     def wait(self) -> None:
-        """Wait until the process has ended, and with it what it has in hand: what is finished is kept."""
-        if not self.in_hand:
+        if not self.is_busy:
             self._process.join(_JOIN_S)
             self._process.kill()
         self._process.join()
@@ -187,3 +170,61 @@ class _Process:
     def _send(self, data: bytes) -> None:
         with contextlib.suppress(OSError):  # it is gone, which `take` tells
             self.connection.send_bytes(data)
+
+
+# --- the child ---
+
+_note: Any = None
+"""One number in memory that is shared with whoever started this process: the record that is worked on."""
+_left_out: frozenset[int] = frozenset()
+
+
+@contextlib.contextmanager
+def working_on(record: int) -> Iterator[None]:
+    """Note which record is worked on: it may end this process."""
+    if _note is None:
+        yield
+        return
+    _note[0] = record
+    try:
+        yield
+    finally:
+        _note[0] = NO_RECORD
+
+
+def is_left_out(record: int) -> bool:
+    """Tell whether a record has ended processes before, and must not be touched."""
+    return record in _left_out
+
+
+def serve(connection: Any, note: Any, left_out: frozenset[int], parent: int) -> None:
+    """Run tasks until the parent hangs up."""
+    global _note, _left_out
+    _note, _left_out = note, left_out
+    die_with_parent(parent)
+    keep_freed_memory()
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):  # the parent has hung up, or tells of Ctrl-C
+        _serve(connection)
+
+
+def _serve(connection: Any) -> None:
+    packed = connection.recv_bytes()
+    function = None
+    while True:
+        data = connection.recv_bytes()
+        try:
+            function = function or pickle.loads(packed)  # noqa: S301 - our parent's bytes
+            answer = ForkingPickler.dumps((True, function(pickle.loads(data))))  # noqa: S301 - likewise
+        except Exception as error:
+            answer = ForkingPickler.dumps((False, *_describe(error)))
+        connection.send_bytes(answer)
+
+
+def _describe(error: Exception) -> tuple[Exception | None, str]:
+    """Return an error as it can be sent."""
+    trace = hide_secrets("".join(traceback.format_exception(error)))
+    try:
+        survives = isinstance(pickle.loads(pickle.dumps(error)), type(error))  # noqa: S301 - our own bytes
+    except Exception:  # a class may fail in any way when it is rebuilt
+        survives = False
+    return error if survives else None, trace

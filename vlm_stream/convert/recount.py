@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,12 +21,11 @@ from vlm_stream.conversation import Conversation, iter_media
 from vlm_stream.convert.counting import ExactCounter, open_counter
 from vlm_stream.convert.engines import LocalEngine, choose_workers
 from vlm_stream.convert.in_place import open_dataset
-from vlm_stream.convert.job import Ints
-from vlm_stream.convert.rows import SampleCounts, check_fits_index, recounted_index
+from vlm_stream.convert.job import Ints, bad_sample
+from vlm_stream.convert.rows import NO_TEXT, SampleCounts, TextFile, check_fits_index, recounted_index
 from vlm_stream.convert.sample import picked_frames
-from vlm_stream.convert.text_file import NO_TEXT, TextFile
 from vlm_stream.encode import Steps, kept_text_key
-from vlm_stream.errors import BadSampleError, StorageError, blame_sample
+from vlm_stream.errors import StorageError, blame_sample
 from vlm_stream.format import (
     FieldMap,
     OpenDataset,
@@ -100,9 +98,7 @@ class _Recounter:
         counter = open_counter(self.processor, trust_remote_code=self.trust_remote_code)
         data = bytes(dataset.get(index_name(shard.name)))
         index = decode_index(data, where=index_name(shard.name))
-        folder = Path(self.root)
-        if folder.is_absolute():
-            counter.remember_in(folder)  # what other processes have measured
+        counter.remember_in(self.root)  # what other processes have measured
         before = list(map(SampleCounts, index.columns.text_tokens.tolist(), index.columns.label_tokens.tolist()))
         none = -1 if self.processor is None else 0
         counts = [SampleCounts(text, none) for text, _ in before]
@@ -118,9 +114,9 @@ class _Recounter:
             except Exception as error:  # tars made elsewhere hold anything
                 counts[row] = SampleCounts(before[row].text_tokens, none)
                 bad = blame_sample(error, "convert", "bad_form", "the sample cannot be counted")
-                refused.append(_refused(shard.name, index.key(row), int(index.offset[row]), bad))
-        if folder.is_absolute():
-            counter.remember_in(folder)
+                place = {"shard": shard.name, "offset": int(index.offset[row])}
+                refused.append(bad_sample(shard.name, index.key(row), bad, **place))
+        counter.remember_in(self.root)
         written = kept.write(dataset, shard.name)
         rewritten = recounted_index(data, counts, places)
         dataset.put(index_name(shard.name), rewritten)
@@ -152,12 +148,6 @@ def _sizes(index: ShardIndex, row: int, conversation: Conversation) -> MediaSize
     items = [item for item in iter_media(conversation) if item["type"] == "video"]
     videos = zip(sizes.videos, items, strict=True)
     return replace(sizes, videos=tuple(replace(v, picked=picked_frames(item, v.frames)) for v, item in videos))
-
-
-def _refused(shard: str, key: str, offset: int, error: BadSampleError) -> BadSample:
-    return BadSample(
-        source=shard, sample=key, stage=error.stage, reason=error.reason, detail=str(error), shard=shard, offset=offset
-    )
 
 
 def recount(

@@ -1,36 +1,54 @@
-"""A shard's two files: samples laid into a tar, and the rows of its index.
+"""A shard's files: samples laid into a tar, the rows of its index, and the tokens of texts that the tar does not keep.
 
 Enters: samples with their keys, in order, or what the reader of a tar learned of them. Leaves: the bytes of a tar,
-written front to back; a row for each sample, with the place and the checksum of its bytes; and the Parquet bytes of all
-rows. The same samples give the same bytes. Records, stores and other shards are not known here.
+written front to back; a row for each sample, with the place and the checksum of its bytes; the Parquet bytes of all
+rows; and the file of tokens beside it, of tars made elsewhere, or recounted, which whoever trains with the same
+tokenizer, template and release reads by range. The same samples give the same bytes.
 
 The tar as a whole gets a crc32c too: a sha256 of it would cost as much as reading and writing together.
 """
 
+from __future__ import annotations
+
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import IO, Any, Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 import crc32c
+import numpy as np
 
 from vlm_stream.convert.clip_tables import NO_TABLE, TableFile, rest_checksums
-from vlm_stream.convert.sample import Sample
 from vlm_stream.convert.tar import END_OF_TAR, member_header, padding
-from vlm_stream.convert.text_file import NO_TEXT
-from vlm_stream.errors import BadSampleError
+from vlm_stream.encode import text_to_bytes, unpack_text
+from vlm_stream.errors import BadSampleError, NotFoundError
 from vlm_stream.format import (
     CLIP_COLUMNS,
     KEYFRAMES,
     MOST_OF_MEDIUM,
     TEXT_COLUMN,
+    are_tokens_short,
+    clips_name,
+    describe_shard,
+    index_name,
     index_schema,
     read_table,
+    texts_name,
     write_table,
 )
-from vlm_stream.storage import Member
-from vlm_stream.tokens import MediaSizes, pack_steps
+from vlm_stream.storage import Member, ObjectReader
+from vlm_stream.tokens import pack_steps
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from vlm_stream.conversation import Conversation
+    from vlm_stream.convert.sample import Sample
+    from vlm_stream.format import FieldMap, ShardEntry, ShardIndex
+    from vlm_stream.storage import Store
+    from vlm_stream.tokens import MediaSizes
+
+NO_TEXT: Final = (0, 0, 0)
+"""Offset, size and crc32c of a sample whose tokens are not in the file."""
 _LARGEST: Final = 2**31 - 1  # counts and sizes have 32 bits in an index; places in a shard have 64
 
 
@@ -100,6 +118,20 @@ def encode_index(rows: Sequence[SampleRow]) -> bytes:
     schema = index_schema(tuple(name for name in names if name not in absent))
     arrays = [pa.array(columns.get(column.name, ()), type=column.type) for column in schema]
     return write_table(pa.table(arrays, schema=schema))
+
+
+def write_index(
+    put: Callable[[str, bytes], object], name: str, rows: Sequence[SampleRow], tables: TableFile, **facts: Any
+) -> ShardEntry:
+    """Write the index of a shard and its tables of clips, if there are any; return its entry in the manifest.
+
+    `facts` are those of `describe_shard`: size, checksum and etag of the tar.
+    """
+    if data := tables.to_bytes():
+        put(clips_name(name), data)
+    index = encode_index(rows)
+    put(index_name(name), index)
+    return describe_shard(name, index, **facts)
 
 
 def recounted_index(data: bytes, counts: Sequence[SampleCounts], texts: Sequence[tuple[int, int, int]] = ()) -> bytes:
@@ -204,11 +236,77 @@ class ShardWriter:
     def _write(self, data: bytes) -> None:
         self._crc = crc32c.crc32c(data, self._crc)
         self.num_bytes += len(data)
-        write_all(self._file.fileno(), [data])
+        write_all(self._file.fileno(), data)
 
 
-def write_all(descriptor: int, pieces: list[bytes]) -> None:
-    """Write pieces one after the other; a call may take less than it is given."""
-    rest = memoryview(b"".join(pieces))
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of the bytes; a call may take less than it is given."""
+    rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+
+
+@dataclass(slots=True)
+class TextFile:
+    """The tokens of a shard's texts, one after the other."""
+
+    fields: FieldMap
+    key: str = ""
+    """Of the kept text; empty before there is any."""
+    parts: list[bytes] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def add(
+        self, conversation: Conversation, tokens: Mapping[str, Any] | None, own: Any, texts: Mapping[str, bytes]
+    ) -> tuple[int, int, int]:
+        """Append the tokens of one sample; return offset, size and crc32c.
+
+        Where the JSON of our own shards keeps them or would not, because they take more bytes than the text, they are
+        left out: a shard and its index are the same after a conversion and a recount.
+
+        Args:
+            conversation: The sample's, as training will read it.
+            tokens: What counting has made of it; None: nothing that training can use.
+            own: What its JSON keeps.
+            texts: Its text members.
+        """
+        kept = None if tokens is None else unpack_text(tokens, tokens["key"])
+        if tokens is None or kept is None or unpack_text(own, tokens["key"]) is not None:
+            return NO_TEXT
+        if self.fields.layout == "native" and not are_tokens_short(texts.get("json", b""), tokens):
+            return NO_TEXT
+        self.key = tokens["key"]
+        data = text_to_bytes(kept, conversation)
+        self.parts.append(data)
+        self.num_bytes += len(data)
+        return self.num_bytes - len(data), len(data), crc32c.crc32c(data)
+
+    def write(self, store: Store, shard: str) -> str:
+        """Write the file beside a shard's index, if it has anything; return its name, or nothing."""
+        if not self.parts:
+            return ""
+        name = texts_name(shard, self.key)
+        store.put(name, b"".join(self.parts))
+        return name
+
+
+def check_texts(store: Store, index: ShardIndex, name: str) -> Iterator[tuple[int, str]]:
+    """Yield the rows whose tokens in a file are not those that the index describes, and what is wrong with them."""
+    if index.texts is None:
+        return
+    rows = np.flatnonzero(index.texts.size)
+    rows = rows[np.argsort(index.texts.offset[rows], kind="stable")]
+    try:
+        size = store.head(name).size
+    except NotFoundError:
+        yield int(rows[0]), f"there is no {name}, so the texts of this shard are tokenised in training."
+        return
+    with ObjectReader(store, name, size) as reader:
+        for row in rows.tolist():
+            offset, length, crc = index.text(row) or NO_TEXT
+            if offset < reader.position or offset + length > size:
+                yield row, f"its tokens are not at byte {offset} of {name}, so its text is tokenised in training."
+                continue
+            reader.skip_to(offset)
+            if crc32c.crc32c(reader.read(length)) != crc:
+                yield row, f"its tokens in {name} are damaged, so its text is tokenised in training."

@@ -14,42 +14,34 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from vlm_stream.convert.counting import open_counter
-from vlm_stream.convert.job import JOB_FOLDER, ShardPart, part_name, sample_key, shard_name
-from vlm_stream.convert.media_bytes import DEFAULT_RULES, MediaReader, MediaRules
-from vlm_stream.convert.rows import ShardWriter, check_fits_index, encode_index, write_all
+from vlm_stream.convert.job import JOB_FOLDER, ShardPart, bad_sample, is_local, part_name, sample_key, shard_name
+from vlm_stream.convert.media_bytes import MediaReader
+from vlm_stream.convert.processes import is_left_out, working_on
+from vlm_stream.convert.rows import ShardWriter, check_fits_index, write_all, write_index
 from vlm_stream.convert.sample import build_sample, sample_bytes_bound
-from vlm_stream.convert.worker import is_left_out, working_on
 from vlm_stream.errors import BadSampleError, StorageError, blame_sample
-from vlm_stream.format import clips_name, describe_shard, index_name
+from vlm_stream.format import clips_name, index_name
 from vlm_stream.ledger import BadSample
-from vlm_stream.storage import open_store, scheme_of
+from vlm_stream.storage import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from vlm_stream.convert.counting import SampleCounter
     from vlm_stream.convert.job import Ints
+    from vlm_stream.convert.media_bytes import MediaRules
+    from vlm_stream.convert.options import ShardOptions
     from vlm_stream.convert.rows import SampleCounts
     from vlm_stream.convert.sample import Sample
     from vlm_stream.sources import Record, RecordSource
     from vlm_stream.storage import Store, StoreOptions
-
-__all__ = [
-    "RecordSizer",
-    "ShardContext",
-    "ShardPart",
-    "ShardTask",
-    "flush_in_background",
-    "is_local",
-    "seconds_per_record",
-    "write_shard",
-]
 
 _PROBE_SECONDS: Final = 0.5
 _NUM_PROBES: Final = 64
@@ -70,23 +62,21 @@ class ShardContext:
 
     source: RecordSource
     out: str
-    processor: Any = None
-    trust_remote_code: bool = False
-    media: MediaRules = DEFAULT_RULES
-    exif_rotate: bool = False
-    store: StoreOptions | None = None
+    options: ShardOptions
 
     def __call__(self, tasks: Sequence[ShardTask]) -> list[ShardPart]:
-        """Write shards, one after the other."""
-        self._remember()
+        self.counter.remember_in(self.out)  # what other processes have measured
         parts = [write_shard(self, task) for task in tasks]
-        self._remember()
+        self.counter.remember_in(self.out)
         return parts
 
-    def _remember(self) -> None:
-        """Keep what was measured beside the shards, where this machine writes them."""
-        if (folder := Path(self.out)).is_absolute():
-            open_counter(self.processor, trust_remote_code=self.trust_remote_code).remember_in(folder)
+    @property
+    def counter(self) -> SampleCounter:
+        return open_counter(self.options.processor, trust_remote_code=self.options.trust_remote_code)
+
+    @property
+    def reader(self) -> MediaReader:
+        return _open_reader(self.options.media_rules, self.options.store)
 
     def build(self, record: Record) -> tuple[Sample, SampleCounts]:
         """Return the sample and what its text costs.
@@ -94,9 +84,9 @@ class ShardContext:
         Raises:
             BadSampleError: It cannot be used.
         """
-        counter = open_counter(self.processor, trust_remote_code=self.trust_remote_code)
-        sample = build_sample(record, _open_reader(self.media, self.store), exif_rotate=self.exif_rotate)
-        counts, tokens = counter.count_and_keep(sample.conversation, sample.sizes, record.extras.get("_text_tokens"))
+        sample = build_sample(record, self.reader, exif_rotate=self.options.exif_rotate)
+        known = record.extras.get("_text_tokens")
+        counts, tokens = self.counter.count_and_keep(sample.conversation, sample.sizes, known)
         check_fits_index(counts.text_tokens, sample.sizes)
         return sample.with_tokens(tokens), counts
 
@@ -105,14 +95,11 @@ class ShardContext:
 class RecordSizer:
     """Measures `chunk` records from a given one on: at most how many bytes each takes in a tar."""
 
-    source: RecordSource
-    options: StoreOptions | None
+    context: ShardContext
     chunk: int
-    media: MediaRules = DEFAULT_RULES
 
     def __call__(self, begin: int) -> tuple[int, Ints]:
-        """Return `begin` and the sizes."""
-        end = min(begin + self.chunk, len(self.source))
+        end = min(begin + self.chunk, len(self.context.source))
         return begin, np.array([self._measure(number) for number in range(begin, end)], dtype=np.int64)
 
     def _measure(self, number: int) -> int:
@@ -120,7 +107,7 @@ class RecordSizer:
             return 0
         try:
             with working_on(number):
-                return sample_bytes_bound(self.source.read(number), _open_reader(self.media, self.options))
+                return sample_bytes_bound(self.context.source.read(number), self.context.reader)
         except Exception as error:
             blame_sample(error, "convert", "bad_record", "the record cannot be measured")
             return 0  # it will not be in any shard
@@ -134,24 +121,22 @@ def seconds_per_record(context: ShardContext) -> float:
     times = []
     begin = time.perf_counter()
     for number in np.linspace(0, len(context.source) - 1, _NUM_PROBES).astype(int).tolist():
-        times.append(min(_time_record(context, number) for _ in range(2)))
-        if time.perf_counter() - begin > _PROBE_SECONDS:
+        ends = [time.perf_counter()]
+        for _ in range(2):
+            try:
+                context.build(context.source.read(number))
+            except Exception as error:
+                blame_sample(error, "convert", "bad_record", "the record cannot be made a sample")
+            ends.append(time.perf_counter())
+        times.append(min(ends[1] - ends[0], ends[2] - ends[1]))
+        if ends[2] - begin > _PROBE_SECONDS:
             break
     return sum(times) / len(times)
 
 
-def _time_record(context: ShardContext, number: int) -> float:
-    begin = time.perf_counter()
-    try:
-        context.build(context.source.read(number))
-    except Exception as error:
-        blame_sample(error, "convert", "bad_record", "the record cannot be made a sample")
-    return time.perf_counter() - begin
-
-
 def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
     """Write one shard and its index; return what the manifest has to know."""
-    store = open_store(context.out, context.store)
+    store = open_store(context.out, context.options.store)
     name = shard_name(task.number)
     bad: list[BadSample] = []
     with _staged(store, name) as file:
@@ -160,12 +145,9 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
             with working_on(record):
                 _add_record(writer, context, record, bad)
         crc32c = writer.finish()
-    if tables := writer.tables.to_bytes():
-        _put(store, clips_name(name), tables)
-    index = encode_index(writer.rows)
-    _put(store, index_name(name), index)
     etag = None if is_local(store) else store.head(name).etag
-    entry = describe_shard(name, index, num_bytes=writer.num_bytes, crc32c=crc32c, etag=etag)
+    facts = {"num_bytes": writer.num_bytes, "crc32c": crc32c, "etag": etag}
+    entry = write_index(partial(_put, store), name, writer.rows, writer.tables, **facts)
     part = ShardPart(number=task.number, entry=entry, bad=tuple(bad), whole=dict(writer.tables.whole))
     _put(store, part_name(task.number), part.to_json().encode())
     return part
@@ -185,19 +167,19 @@ def _add_record(writer: ShardWriter, context: ShardContext, number: int, bad: li
             "every process that worked on it died, so it is left out. Decode its media by themselves to see why, and "
             "leave it out of the data or write its media again"
         )
-        bad.append(_bad_sample(name, origin, "", BadSampleError("convert", "killed_process", detail)))
+        bad.append(_bad(name, origin, "", BadSampleError("convert", "killed_process", detail)))
         return
     try:
         record = context.source.read(number)
     except Exception as error:  # a record can hold anything in any place
         name, origin = _locate(context.source, number)
-        bad.append(_bad_sample(name, origin, "", error))
+        bad.append(_bad(name, origin, "", error))
         return
     name, own_id, origin = record.source, record.id, record.origin
     try:
         sample, counts = context.build(record)
     except Exception as error:
-        bad.append(_bad_sample(name, own_id, origin, error))
+        bad.append(_bad(name, own_id, origin, error))
         return
     for note in record.extras.get("_mismatches", ()):
         reason, _, detail = str(note).partition(": ")
@@ -205,11 +187,9 @@ def _add_record(writer: ShardWriter, context: ShardContext, number: int, bad: li
     writer.add(sample_key(number), sample, counts)
 
 
-def _bad_sample(source: str, sample: str, origin: str, error: Exception) -> BadSample:
+def _bad(source: str, sample: str, origin: str, error: Exception) -> BadSample:
     blamed = blame_sample(error, "convert", "bad_record", "the record cannot be made a sample")
-    return BadSample(
-        source=source, sample=sample, origin=origin, stage=blamed.stage, reason=blamed.reason, detail=str(blamed)
-    )
+    return bad_sample(source, sample, blamed, origin=origin)
 
 
 def _locate(source: Any, number: int) -> tuple[str, str]:
@@ -224,11 +204,6 @@ def _locate(source: Any, number: int) -> tuple[str, str]:
     return source.name, source.origin(number) if hasattr(source, "origin") else key
 
 
-def is_local(store: Store) -> bool:
-    """Tell whether the store is a folder of this machine."""
-    return scheme_of(store.root) == "file"
-
-
 def _put(store: Store, name: str, data: bytes) -> None:
     """Let bytes appear under a name, whole.
 
@@ -238,7 +213,7 @@ def _put(store: Store, name: str, data: bytes) -> None:
         store.put(name, data)
         return
     with _staged(store, name) as file:
-        write_all(file.fileno(), [data])
+        write_all(file.fileno(), data)
 
 
 @contextlib.contextmanager

@@ -53,7 +53,6 @@ class Histogram:
 
     @property
     def facts(self) -> str:
-        """Return the distribution in one line."""
         return (
             f"{self.num_values:,} values, mean {self.mean:,.1f}, median {self.median:,.1f}, p95 {self.p95:,.1f}, "
             f"from {self.low:,.6g} to {self.high:,.6g}"

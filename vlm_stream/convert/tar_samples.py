@@ -1,22 +1,24 @@
-"""The samples of a tar, and the layout that the first of them show.
+"""The samples of a tar, the layout that the first of them show, and members that several of them share.
 
-Enters: members of a tar as they go by. Leaves: runs of members with the same key, as WebDataset has them; a `FieldMap`.
+Enters: members of a tar as they go by. Leaves: runs of members with the same key, as WebDataset has them; a `FieldMap`;
+the places and bytes of members that samples of our own tars name as `shared`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from vlm_stream.convert.tar import TarGap, TarMember, iter_pieces, split_member_name
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.format import FieldMap, complete_fields, guess_fields, is_text_member
-from vlm_stream.storage import ObjectReader
+from vlm_stream.storage import Member, ObjectReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from vlm_stream.storage import Store
 
@@ -123,3 +125,39 @@ def iter_samples(
         group.append((extension, piece))
     if group and is_whole():
         yield key, group
+
+
+class SharedMembers:
+    """The members of one tar, as far as it was read."""
+
+    def __init__(self, store: Store, tar: str) -> None:
+        """Begin before the first member."""
+        self._store, self._tar = store, tar
+        self._places: dict[str, tuple[int, int]] = {}
+        self._last: tuple[int, bytes] = (-1, b"")
+
+    def add(self, key: str, group: Iterable[tuple[str, TarMember]]) -> None:
+        """Note where the members of a sample lie."""
+        for name, member in group:
+            self._places[f"{key}.{name}"] = member.offset, len(member.content)
+
+    def named_in(self, texts: Mapping[str, bytes]) -> tuple[Member, ...]:
+        """Return the members that a sample shares, under its own names for them."""
+        text = texts.get("json", b"")
+        if b'"shared":' not in text:
+            return ()
+        data = json.loads(text)
+        named = data.get("shared", {}) if isinstance(data, dict) else {}
+        found = []
+        for name, place in named.items() if isinstance(named, dict) else ():
+            if place not in self._places:
+                detail = f"'{place}', which holds its '{name}', does not lie before it in the tar."
+                raise BadSampleError("convert", "missing_member", detail)
+            found.append(Member(name, *self._places[place]))
+        return tuple(found)
+
+    def read(self, member: Member) -> bytes:
+        """Return the bytes of a member that has gone by; neighbours often share one, so the last one is kept."""
+        if self._last[0] != member.offset:
+            self._last = member.offset, bytes(self._store.fetch(self._tar, member.offset, member.size).data)
+        return self._last[1]

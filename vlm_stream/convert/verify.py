@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from vlm_stream.conversation import iter_media
+from vlm_stream.convert.clip_tables import check_table, read_tables
 from vlm_stream.convert.engines import LocalEngine, choose_workers
 from vlm_stream.convert.in_place import open_dataset
+from vlm_stream.convert.rows import check_texts
 from vlm_stream.convert.tar import iter_members
-from vlm_stream.convert.text_file import check_texts
-from vlm_stream.convert.verify_clips import check_table, read_tables
 from vlm_stream.encode import kept_text_key
 from vlm_stream.errors import BadSampleError, DatasetError, NotFoundError
 from vlm_stream.format import (
@@ -33,7 +33,7 @@ from vlm_stream.format import (
     texts_name,
     to_conversation,
 )
-from vlm_stream.storage import ObjectReader, crc32c_of, open_store
+from vlm_stream.storage import ObjectReader, crc32c_of, open_store, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,6 @@ class Problem:
     """Byte in the shard, where there is one."""
 
     def __str__(self) -> str:
-        """Return the form in which people read it."""
         key = f" {self.key}" if self.key else ""
         place = f" at byte {self.offset}" if self.offset >= 0 else ""
         return f"{self.shard}{key}{place}: {self.kind}: {self.detail}"
@@ -76,7 +75,6 @@ class VerifyReport:
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
         return asdict(self)
 
 
@@ -96,10 +94,12 @@ class _Checker:
         check = _ShardCheck(shard=shard, fields=self.fields, store=self.store)
         dataset = open_store(self.root, self.store)
         index = check.read_index(dataset)
-        for url in () if index is None else index.outside():
-            check_place(url, self.root, self.named)
-        check.read_tables(dataset, index)
         if index is not None:
+            for url in index.outside():
+                check_place(url, self.root, self.named)
+            check.tables, fault = read_tables(dataset, index, clips_name(shard.name))
+            if fault:
+                check.note("wrong_tables", fault)
             for row, detail in check_texts(dataset, index, texts_name(shard.name, self.text_key)):
                 check.note("wrong_tokens", detail, key=index.key(row), offset=int(index.offset[row]))
         check.read_tar(open_store(self.tars or self.root, self.store), index)
@@ -157,6 +157,8 @@ def verify_dataset(
 
 def _unlisted(store: Store, listed: set[str]) -> list[Problem]:
     """Return the shards of our naming that no manifest lists: leftovers, or a manifest of another run."""
+    if scheme_of(store.root) in ("http", "https"):
+        return []  # web servers list nothing
     return [
         Problem(kind="unlisted_shard", shard=info.path, detail="the manifest does not list it, so nothing reads it.")
         for info in store.list("shard-")
@@ -178,7 +180,6 @@ class _ShardCheck:
     """Places of clips -> their tables, which were found to be right."""
 
     def note(self, kind: str, detail: str, *, key: str = "", offset: int = -1) -> None:
-        """Add a problem."""
         self.problems.append(Problem(kind=kind, shard=self.shard.name, key=key, offset=offset, detail=detail))
 
     def read_index(self, store: Store) -> ShardIndex | None:
@@ -198,13 +199,6 @@ class _ShardCheck:
             return None
         self._check_totals(index)
         return index
-
-    def read_tables(self, store: Store, index: ShardIndex | None) -> None:
-        """Read the file of tables of clips, if there is to be one."""
-        if index is not None:
-            self.tables, fault = read_tables(store, index, clips_name(self.shard.name))
-            if fault:
-                self.note("wrong_tables", fault)
 
     def _check_totals(self, index: ShardIndex) -> None:
         counted = asdict(index.columns.totals(self.shard.totals.bytes))
@@ -257,12 +251,8 @@ class _ShardCheck:
             data = reader.read(size)
             if len(data) < size:
                 left = len(index) - row - 1
-                self.note(
-                    "truncated",
-                    f"{len(data)} of {size} bytes are there; {left} later samples too.",
-                    key=key,
-                    offset=offset,
-                )
+                detail = f"{len(data)} of {size} bytes are there; {left} later samples too."
+                self.note("truncated", detail, key=key, offset=offset)
                 return
             crc = crc32c_of(data)
             if crc != crc32c[row]:

@@ -13,7 +13,6 @@ import http.client
 import ipaddress
 import socket
 import threading
-import time
 import urllib.request
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 PUBLIC: Final = "public"
 """Among hosts: any that has public addresses alone."""
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
-_CHUNK: Final = 1 << 20
 
 
 def open_web(hosts: tuple[str, ...], context: ssl.SSLContext, deadline_s: float) -> urllib.request.OpenerDirector:
@@ -45,28 +43,6 @@ def open_web(hosts: tuple[str, ...], context: ssl.SSLContext, deadline_s: float)
     ):
         opener.add_handler(handler)
     return opener
-
-
-def read_body(answer: Any, url: str, limit: int, deadline: float) -> bytes:
-    """Return the body of an answer; raise for one that is too long, or drips.
-
-    Raises:
-        BadSampleError: It has more bytes than the limit.
-        TimeoutError: It is not whole at the deadline.
-        http.client.IncompleteRead: The connection ended before the body did.
-    """
-    parts, size = [], 0
-    while part := answer.read1(_CHUNK):
-        parts.append(part)
-        size += len(part)
-        if size > limit:
-            fact = f"{url} has more bytes than the limit of {limit:,}"
-            raise BadSampleError("convert", "file_too_large", f"{fact}; media_limits sets the limit (file_bytes).")
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"after {size:,} bytes it was not whole at the deadline")
-    if answer.length:
-        raise http.client.IncompleteRead(b"", answer.length)
-    return b"".join(parts)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):

@@ -5,10 +5,10 @@ whose records are conversations with the places of their media. This room does n
 know shards.
 
 In the order in which data meets the files: `open_source` decides what the input is and reads meta files, `local_file`
-makes bytes local, `json_file` and `table_file` read raw examples by number, `forms` recognises what they are (or
-`form_hints` says what would) and `sharegpt` maps one to a conversation, `catalog` chooses and deals, `record` is what
-comes out. Next to that path: `meta_dataset` loads into memory; `hf_source` reads HF datasets, which `factories` and
-`speech` describe and name; `mock` makes samples up.
+makes bytes local, `json_file` and `table_file` read raw examples by number, `forms` recognises what they are (of
+`known_forms`) and `sharegpt` maps one to a conversation with its `example_media`, `catalog` chooses and deals, `record`
+is what comes out. Next to that path: `meta_dataset` loads into memory; `hf_source` reads HF datasets, which `factories`
+describes and names; `mock` makes samples up.
 """
 
 from vlm_stream.sources.catalog import Catalog, load_json_or_jsonl, load_jsonl_for_rank, rank_share, sample_order
@@ -17,6 +17,7 @@ from vlm_stream.sources.factories import (
     SHOPIFY_PRODUCT_CATALOGUE_PROMPT,
     json2token,
     make_cord_v2_dataset,
+    make_cv17_dataset,
     make_llava_onevision_dataset,
     make_medpix_dataset,
     make_rdr_dataset,
@@ -41,4 +42,3 @@ from vlm_stream.sources.mock import build_mock_vlm_dataset
 from vlm_stream.sources.open_source import open_source
 from vlm_stream.sources.record import Record, RecordSource, SourceGroup
 from vlm_stream.sources.sharegpt import apply_policy, convert_sharegpt_to_conversation, map_sharegpt
-from vlm_stream.sources.speech import make_cv17_dataset

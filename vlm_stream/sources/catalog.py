@@ -6,6 +6,7 @@ A record that cannot be read or mapped raises when it is read, with its place.
 import logging
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import crc32c
@@ -90,7 +91,6 @@ class FileCache:
         self._opened: dict[tuple[str, ...], DataFile | TableFiles] = {}
 
     def local(self, path: str) -> LocalFile:
-        """Return the plain bytes of a file."""
         if path not in self._local:
             self._local[path] = LocalFile(path, spill_dir=self._spill_dir, store=self.store)
         return self._local[path]
@@ -106,10 +106,10 @@ class FileCache:
         return self._opened[paths]  # type: ignore[return-value]
 
 
-def first_examples(data: DataFile | TableFiles, num: int = _NUM_FIRST) -> list[Any]:
-    """Return the first examples that can be read; of rows only those of the first block."""
+def first_examples(data: DataFile | TableFiles) -> list[Any]:
+    """Return the first examples that can be read."""
     found = []
-    for number in range(min(num, len(data))):
+    for number in range(min(_NUM_FIRST, len(data))):
         try:
             found.append(data.load(number))
         except UnreadableError:
@@ -170,9 +170,9 @@ class Catalog:
         return _origin(self.data.where(number), _own_id(example))
 
     def digest(self) -> str:
-        """Return what changes with the file, and with the order of its records."""
+        """Return what changes with the file, its form (but not with where media lie) and the order of its records."""
         order = 0 if self.order is None else crc32c.crc32c(self.order.tobytes())
-        return f"{self.name} {self.data.digest()} {order}"
+        return f"{self.name} {self.data.digest()} {order} {replace(self.form, media_dir=None)}"
 
     def _number(self, index: int) -> int:
         if not 0 <= index < len(self):

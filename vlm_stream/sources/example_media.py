@@ -31,7 +31,6 @@ class ExampleMedia:
         self.image_is_video = has_only_videos and "<video>" not in str(turns).lower()
 
     def note(self, reason: str, fact: str) -> None:
-        """Note what does not map."""
         self.mismatches.append(Mismatch(reason, fact))
 
     def _column(self, value: object, name: str) -> list[Any]:

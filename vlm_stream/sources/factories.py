@@ -24,12 +24,12 @@ from vlm_stream.sources.hf_source import (
     interleave,
     load_rows,
     media_item,
+    mono_samples,
     text_item,
     turn,
 )
 from vlm_stream.sources.record import RecordSource
 from vlm_stream.sources.sharegpt import MISMATCHES_KEY, OnMismatch, check_policy, convert_example
-from vlm_stream.sources.speech import make_cv17_dataset
 
 PREFIX: Final = "factory:"
 _LOG = logging.getLogger(__name__)
@@ -42,6 +42,9 @@ _ROLES: Final = {"human": "user", "gpt": "assistant"}
 _UNSEEN: Final = "surplus_media: the row has an image, but no turn shows <image>"
 _IMAGE = re.compile(r"<image\s*>", re.IGNORECASE)
 _NUM_FIRST: Final = 50
+_RATE: Final = 16_000
+_TRANSCRIBE: Final = "Transcribe the Turkish audio clip."
+_AUDIO_TOKEN: Final = "<|endoftext11|>"  # noqa: S105
 
 
 def _factory(
@@ -210,6 +213,44 @@ def make_cord_v2_dataset(
         path_or_dataset, split, ("image", "ground_truth"), limit=limit_dataset_samples, ignored=tuple(kwargs)
     )
     return HFSource(rows, name="cord_v2", convert=partial(_cord, seed=seed))
+
+
+def make_cv17_dataset(
+    path_or_dataset: Any = "ysdede/commonvoice_17_tr_fixed",
+    split: str = "train",
+    *,
+    sampling_rate: int = _RATE,
+    audio_column: str = "audio",
+    text_column: str = "transcription",
+    limit_dataset_samples: int | None = None,
+    **kwargs: Any,
+) -> HFSource:
+    """Return Turkish clips with transcriptions.
+
+    `source[i]` has plain strings as contents, the user's beginning with the audio token of Phi-4, and
+    `audio` = (mono float32 samples, their rate). Records hold the stored clip as an audio item before the text.
+    """
+    columns = (audio_column, text_column)
+    rows = load_rows(path_or_dataset, split, columns, limit=limit_dataset_samples, ignored=tuple(kwargs))
+    convert = partial(_cv17, audio=audio_column, text=text_column)
+    return HFSource(rows, name="cv17", convert=convert, finish=partial(_with_samples, rate=sampling_rate))
+
+
+def _cv17(row: Mapping[str, Any], _: int, audio: str, text: str) -> dict[str, Any]:
+    user = turn("user", media_item("audio", row[audio]), text_item(_TRANSCRIBE))
+    return {"conversation": [user, turn("assistant", text_item(row[text]))]}
+
+
+def _with_samples(example: dict[str, Any], rate: int) -> dict[str, Any]:
+    user, assistant = example["conversation"]
+    audio, instruction = user["content"]
+    return {
+        "conversation": [
+            {"role": "user", "content": _AUDIO_TOKEN + instruction["text"]},
+            {"role": "assistant", "content": assistant["content"][0]["text"]},
+        ],
+        "audio": (mono_samples(audio["audio"], rate), rate),
+    }
 
 
 def make_sharegpt_dataset(

@@ -13,8 +13,18 @@ from typing import Any, Final, NamedTuple
 
 from vlm_stream.conversation import MEDIA_TYPES
 from vlm_stream.errors import SourceError, nearest_name
-from vlm_stream.sources.form_hints import flags_for, keys_of, none_fits, turns_of
-from vlm_stream.sources.known_forms import FORMS, INLINE, INLINE_KINDS, MEDIA_NAMES, ROLE_NAMES, KnownForm
+from vlm_stream.sources.known_forms import (
+    FORMS,
+    INLINE,
+    INLINE_KINDS,
+    MEDIA_NAMES,
+    ROLE_NAMES,
+    KnownForm,
+    flags_for,
+    keys_of,
+    none_fits,
+    turns_of,
+)
 
 _MAIN: Final[tuple[str, ...]] = ("messages", "prompt", "texts", "text")
 """The columns of which one holds the words: turns, a question, pairs of turns, or a text."""

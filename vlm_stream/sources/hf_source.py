@@ -201,7 +201,6 @@ class MixedSource(Sequence[dict[str, Any]]):
         return self.sources[source][row]
 
     def read(self, index: int) -> Record:
-        """Return one record under its own source's name."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of source '{self.name}', which has {len(self)}")
         source, row = map(int, self.order[index])
@@ -247,6 +246,25 @@ def decode_images(example: dict[str, Any]) -> dict[str, Any]:
         return {**item, "image": opened[id(where)]}
 
     return {**example, "conversation": map_media(example["conversation"], decode)}
+
+
+def mono_samples(where: bytes | str, new_rate: int) -> npt.NDArray[np.float32]:
+    soundfile = require("soundfile", "audio", "Decoding audio")
+    try:
+        samples, rate = soundfile.read(io.BytesIO(where) if isinstance(where, bytes) else where, dtype="float32")
+    except soundfile.SoundFileError as error:
+        raise ValueError(str(error)) from None
+    mono = samples if samples.ndim == 1 else samples.mean(axis=1)
+    return resample(mono, int(rate), new_rate)
+
+
+def resample(samples: npt.NDArray[np.float32], rate: int, new_rate: int) -> npt.NDArray[np.float32]:
+    """Return the clip at another rate, as decoding for training resamples it."""
+    if rate == new_rate:
+        return samples
+    soxr = require("soxr", "audio", f"Resampling audio from {rate} to {new_rate} Hz")
+    resampled: npt.NDArray[np.float32] = soxr.resample(samples, rate, new_rate)
+    return resampled
 
 
 def _stored_item(item: Item) -> Item:

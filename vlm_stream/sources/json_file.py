@@ -93,7 +93,6 @@ class DataFile:
         return f"{self.file.size_bytes} {crc}"
 
     def raw(self, number: int) -> bytes:
-        """Return the bytes of one record, as they stand in the file."""
         return self.file.read_at(int(self.spans.begins[number]), int(self.spans.sizes[number]))
 
     def where(self, number: int) -> str:

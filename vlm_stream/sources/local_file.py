@@ -14,6 +14,7 @@ import os
 import tempfile
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
@@ -27,10 +28,34 @@ _LOG = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 16  # small, because packed bytes may stand for thousands of times as many
 _FOLDER: Final = "vlm-stream-"
 _REQUEST_BYTES: Final = 8 << 20
+_MOST_OPEN: Final = 256
+_opened: deque[weakref.ref[Any]] = deque()
+
+
+def keep_open(file: Any) -> None:
+    """Note that a file is open, and `close` the one that was opened long ago: of thousands, all would soon be open."""
+    _opened.append(weakref.ref(file))
+    if len(_opened) > _MOST_OPEN and (other := _opened.popleft()()) is not None:
+        other.close()
+
+
+class _Handle:
+    """An open file, closed once nobody uses it."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = -1
+        self.descriptor = os.open(path, os.O_RDONLY)
+        os.pread(self.descriptor, 1, 0)  # a folder opens, but does not read
+        stat = os.fstat(self.descriptor)
+        self.size_bytes, self.stamp = stat.st_size, stat.st_mtime_ns
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 class LocalFile:
-    """Plain bytes of a local or spilled file, read at any offset. Picklable; handles are opened where they are used."""
+    """Plain bytes of a local or spilled file, read at any offset. Picklable; opened where it is read."""
 
     def __init__(self, path: str, *, spill_dir: str | None = None, store: StoreOptions | None = None) -> None:
         """Make the plain bytes available; packed and remote files go to `spill_dir`, else to the temporary folder."""
@@ -39,28 +64,24 @@ class LocalFile:
         self._spill_dir = spill_dir
         self._store = store
         self._spill: Path | None = None
-        self._descriptor = -1
         self._owner: weakref.finalize[..., Any] | None = None
-        self._open()
-        stat = os.fstat(self._descriptor)
-        self.size_bytes = stat.st_size
-        self._stamp = stat.st_mtime_ns
+        self._handle: _Handle | None = None
+        self._handle = handle = self._open()
+        self.size_bytes, self._stamp = handle.size_bytes, handle.stamp
 
     def read_at(self, begin: int, size_bytes: int) -> bytes:
         """Return the bytes of a range; a file that changed since it was scanned raises `SourceError`."""
-        if self._descriptor < 0:
-            self._open()
-            stat = os.fstat(self._descriptor)
-            # A spill that this process made itself is younger than the first one, and equal to it.
-            if stat.st_size != self.size_bytes or (stat.st_mtime_ns != self._stamp and self._owner is None):
-                self.close()
-                raise SourceError(
-                    f"{self.path}: the file has changed since its records were located, so their places are wrong. "
-                    "Keep inputs still while they are converted, and start again."
-                )
+        handle = self._handle or self._open()
+        # A spill that this process made itself is younger than the first one, and equal to it.
+        if handle.size_bytes != self.size_bytes or (handle.stamp != self._stamp and self._owner is None):
+            raise SourceError(
+                f"{self.path}: the file has changed since its records were located, so their places are wrong. "
+                "Keep inputs still while they are converted, and start again."
+            )
+        self._handle = handle
         parts = []
         try:
-            while size_bytes > 0 and (part := os.pread(self._descriptor, size_bytes, begin)):
+            while size_bytes > 0 and (part := os.pread(handle.descriptor, size_bytes, begin)):
                 parts.append(part)
                 begin, size_bytes = begin + len(part), size_bytes - len(part)
         except OSError as error:
@@ -76,36 +97,32 @@ class LocalFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def plain_path(self) -> Path:
-        if self._descriptor < 0:
-            self._open()
-        return self._spill or Path(self._absolute)
+        """Return the path of the plain bytes, which are made where this process finds none."""
+        if not is_url(self.path) and not _decompressor(self.path):
+            return Path(self._absolute)
+        if self._spill is None or not self._spill.exists():
+            self._spill, self._owner = _spill(self._absolute, self._spill_dir, self._store, self)
+        return self._spill
 
     def stream(self) -> BinaryIO:
         """Return a new handle at the beginning of the plain bytes."""
         return self.plain_path().open("rb", buffering=0)
 
     def close(self) -> None:
-        """Close the handle; the next read opens it again."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            self.close()
+        """Close the file; the next read opens it again."""
+        self._handle = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Handles and the ownership of the spill stay in this process."""
-        return {**self.__dict__, "_descriptor": -1, "_owner": None}
+        """The handle and the ownership of the spill stay in this process."""
+        return {**self.__dict__, "_handle": None, "_owner": None}
 
-    def _open(self) -> None:
-        if (is_url(self.path) or _decompressor(self.path)) and (self._spill is None or not self._spill.exists()):
-            self._spill, self._owner = _spill(self._absolute, self._spill_dir, self._store, self)
+    def _open(self) -> _Handle:
         try:
-            self._descriptor = os.open(self._spill or self._absolute, os.O_RDONLY)
-            os.pread(self._descriptor, 1, 0)  # a folder opens, but does not read
+            handle = _Handle(self.plain_path())
         except OSError as error:
             raise _unreadable(self.path, error) from error
+        keep_open(self)
+        return handle
 
 
 def plain_name(path: str) -> str:

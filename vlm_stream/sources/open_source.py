@@ -213,6 +213,8 @@ def _find_part(path: str, files: FileCache) -> dict[str, tuple[str, ...]] | None
             f"{path}: a tar needs no conversion, so nothing was read. Give it to StreamLoader and to commands as it "
             f"is, or index it beforehand with: vlm-stream index '{path}' (compressed ones have to be unpacked)."
         )
+    if path.startswith(("http:", "https:")) and "?" in path:
+        raise SourceError(f"{path}: a web address with a query cannot be read. Leave it out, or fetch the file first.")
     has_pattern = any(mark in path for mark in "*?[") and not Path(path).exists()
     is_folder = _is_remote_folder(path, files) if _is_remote(path) else Path(local_path(path)).is_dir()
     if not has_pattern and not is_folder:
@@ -223,6 +225,7 @@ def _find_part(path: str, files: FileCache) -> dict[str, tuple[str, ...]] | None
     found = _list(folder or ".", files)
     if has_pattern:
         found = [name for name in found if fnmatch.fnmatchcase(f"{folder}/{name}" if folder else name, path)]
+    found = [name for name in found if not name.endswith(".index.parquet")]  # what we know of a tar
     tables = [name for name in found if is_table(name) and not PurePosixPath(name).name.startswith(("cache-", "."))]
     others = [] if is_folder else [name for name in found if name not in tables]
     if not tables and not others:
@@ -308,7 +311,6 @@ def _parse_meta(text: str, meta_path: str, files: FileCache, names: Iterable[str
 
 
 def _select(known: Collection[str], names: Iterable[str] | None, meta_path: str) -> list[str]:
-    """Return the chosen names, sorted."""
     if not known:
         raise SourceError(f"{meta_path}: the meta file names no datasets, so there is nothing to read; add an entry.")
     if names is None:

@@ -6,6 +6,7 @@ Parquet) says where they end in `block_ends`, and a converter that shuffles keep
 """
 
 import posixpath
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,9 +60,8 @@ class SourceGroup:
 
     def __init__(self, members: Sequence[RecordSource], *, name: str) -> None:
         """Join the members; their names must differ, because ledgers and shards tell records apart by them."""
-        names = [member.name for member in members]
-        for member in names:
-            if names.count(member) > 1:
+        for member, count in Counter(each.name for each in members).items():
+            if count > 1:
                 raise SourceError(
                     f"two sources are called '{member}', so their records could not be told apart; rename one."
                 )
@@ -93,7 +93,6 @@ class SourceGroup:
         return np.concatenate([end + begin for end, begin in zip(own, [0, *self._ends[:-1].tolist()], strict=True)])
 
     def read(self, index: int) -> Record:
-        """Return one record of one member."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of source '{self.name}', which has {len(self)}")
         which = int(np.searchsorted(self._ends, index, side="right"))

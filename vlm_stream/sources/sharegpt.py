@@ -30,9 +30,8 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from vlm_stream.conversation import MEDIA_TYPES, Conversation, Item, Message
 from vlm_stream.errors import BadSampleError, ConfigError, SourceError, nearest_name
 from vlm_stream.sources.example_media import ExampleMedia, Mismatch
-from vlm_stream.sources.form_hints import as_turns
 from vlm_stream.sources.forms import ShareGptForm, show
-from vlm_stream.sources.known_forms import INLINE, INLINE_KINDS
+from vlm_stream.sources.known_forms import INLINE, INLINE_KINDS, as_turns
 
 OnMismatch: TypeAlias = Literal["drop", "keep", "raise"]
 

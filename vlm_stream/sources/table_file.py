@@ -15,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 from typing import Any, Final
 
+import crc32c
 import numpy as np
 import numpy.typing as npt
 
-from vlm_stream.errors import SourceError, VlmStreamError
+from vlm_stream.errors import NO_DESCRIPTORS, SourceError, StorageError, VlmStreamError, say_no_descriptors
 from vlm_stream.sources.json_file import UnreadableError
-from vlm_stream.sources.local_file import LocalFile
+from vlm_stream.sources.local_file import LocalFile, keep_open
 from vlm_stream.sources.record import is_url
 from vlm_stream.storage import StoreOptions, local_path, open_store, split_url
 
@@ -125,34 +126,31 @@ class _ParquetFile:
     block_name = "row group"
 
     def __init__(self, path: str, store: StoreOptions | None) -> None:
+        import pyarrow as pa
+
         self.path = path
         self._store = store
-        self._file: Any = None
+        footer = pa.BufferOutputStream()
         try:
             metadata = self._opened().metadata
+            metadata.write_metadata_file(footer)
         except VlmStreamError as error:
             raise SourceError(f"{path}: cannot be fetched ({error}), so none of its rows can be read.") from error
         except (OSError, ValueError) as error:  # Arrow's errors are kinds of these
             raise _refusal(path, "Parquet", error) from error
         self.block_rows = np.array([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)], np.int64)
-        places = [metadata.row_group(i).column(0).file_offset for i in range(metadata.num_row_groups)]
-        self._footer = f"{metadata.serialized_size} {metadata.num_rows} {places[-1:]}"
-        self._file = None  # thousands of files would be open
+        self._footer = f"{metadata.num_rows} {crc32c.crc32c(footer.getvalue())}"
 
     def _opened(self) -> Any:
+        """Open the file anew: of thousands, all would soon be open."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        if self._file is None:
-            if is_url(self.path) and not self.path.startswith("file://"):
-                source = pa.PythonFile(_RangeFile(self.path, self._store), mode="r")
-                self._file = pq.ParquetFile(source, pre_buffer=True)
-            else:
-                self._file = pq.ParquetFile(local_path(self.path), memory_map=False)
-        return self._file
+        if is_url(self.path) and not self.path.startswith("file://"):
+            return pq.ParquetFile(pa.PythonFile(_RangeFile(self.path, self._store), mode="r"), pre_buffer=True)
+        return pq.ParquetFile(local_path(self.path), memory_map=False)
 
     def digest(self) -> str:
-        """Return a few numbers of the footer."""
         return self._footer
 
     def read(self, block: int, columns: Sequence[str] | None) -> Any:
@@ -164,13 +162,7 @@ class _ParquetFile:
         except VlmStreamError:
             raise
         except (OSError, ValueError) as error:
-            return f"row group {block} is damaged ({error})"
-        finally:
-            if self._file is not None and is_url(self.path):
-                self._file = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}
+            return _say_damaged(f"row group {block}", error)
 
 
 class _ArrowFile:
@@ -193,14 +185,14 @@ class _ArrowFile:
         """Return a reader of either format; batches lie in the file, mapped, unless they are compressed."""
         import pyarrow as pa
 
-        if self._batches is None:
+        if (batches := self._batches) is None:
             mapped = pa.memory_map(str(self.file.plain_path()))
             is_file = mapped.read(6) == b"ARROW1"
-            self._batches = pa.ipc.open_file(mapped) if is_file else _ArrowStream(mapped)
-        return self._batches
+            batches = self._batches = pa.ipc.open_file(mapped) if is_file else _ArrowStream(mapped)
+            keep_open(self)
+        return batches
 
     def digest(self) -> str:
-        """Return the size of the file and the rows of its batches."""
         return f"{self.file.size_bytes} {self.block_rows.tolist()}"
 
     def read(self, block: int, columns: Sequence[str] | None) -> Any:
@@ -208,8 +200,11 @@ class _ArrowFile:
         try:
             batch = self._opened().get_batch(block)
         except (OSError, ValueError) as error:
-            return f"batch {block} is damaged ({error})"
+            return _say_damaged(f"batch {block}", error)
         return batch if columns is None else batch.select([name for name in columns if name in batch.schema.names])
+
+    def close(self) -> None:
+        self._batches = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_batches": None}
@@ -246,6 +241,12 @@ class _ArrowStream:
             return self._decoded[number]
         self._mapped.seek(self._places[number])
         return pa.ipc.read_record_batch(pa.ipc.read_message(self._mapped), self._schema)
+
+
+def _say_damaged(block: str, error: Exception) -> str:
+    if getattr(error, "errno", None) in NO_DESCRIPTORS:
+        raise StorageError(say_no_descriptors(f"{block} of a table could not be read")) from error
+    return f"{block} is damaged ({error})"
 
 
 def _refusal(path: str, kind: str, error: Exception) -> SourceError:
