@@ -88,14 +88,15 @@ def carry_spec(samples: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     texts = {
         sample.get(PIXEL_SPEC_KEY) for sample in samples if any(sample.get(name) is not None for name in PIXEL_KEYS)
     }
-    if texts <= {None}:
+    known = [text for text in texts if text is not None]
+    if not known:
         return {}
     if len(texts) == 1:
-        return dict.fromkeys([PIXEL_SPEC_KEY], *texts)
+        return {PIXEL_SPEC_KEY: known[0]}
     merged: dict[str, PartSpec] = {}
-    for text in texts:
-        parts = {} if text is None else dict(PixelSpec.load(text).parts)
-        if text is None or any(merged.get(key, part) != part for key, part in parts.items()):
+    for text in known:
+        parts = dict(PixelSpec.load(text).parts)
+        if None in texts or any(merged.get(key, part) != part for key, part in parts.items()):
             raise ConfigError(
                 "The samples of one batch hold pixels of different kinds (compact and full, or normalised in different "
                 "ways), so joining them would mix bytes with finished values. Encode all of them with one processor "
