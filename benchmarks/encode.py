@@ -1,9 +1,9 @@
 """Where the time of one encoding worker goes, and what our layer adds to the processor's own work.
 
 Run by hand: `python benchmarks/encode.py`. One thread, one run, processor time (not wall time, which other processes
-lengthen), best of interleaved repetitions (medians in overhead and profile); read the ratios.
-Prints four tables: overhead of `Encoder.encode`, what text that conversion has tokenised saves, labels against a
-per-token loop, the profile of one worker on JPEGs of 1024x768.
+lengthen), best of interleaved repetitions (medians in overhead); read the ratios.
+Prints three tables: overhead of `Encoder.encode`, what text that conversion has tokenised saves, labels against a
+per-token loop. Where the time of a whole builder goes is in `waste.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import gc
 import io
 import json
 import random
-import tempfile
 import time
 from collections import defaultdict
 from importlib import import_module
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +23,14 @@ import numpy as np
 import torch
 from PIL import Image, ImageFilter
 
-from vlm_stream.collate import pad_collate_fn
 from vlm_stream.convert.counting import ExactCounter
 from vlm_stream.encode import IGNORE, EncodeConfig, Encoder, unpack_text
 from vlm_stream.encode.chat_format import Rendered
 from vlm_stream.encode.label_search import find_marker, scan_markers
 from vlm_stream.encode.labels import label_answers
 from vlm_stream.format import FieldMap, keep_tokens, read_sample
-from vlm_stream.media import decode_image
 from vlm_stream.testing import build_processor
-from vlm_stream.tokens import ImageSize, MediaSizes, render_template
+from vlm_stream.tokens import ImageSize, MediaSizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -224,59 +220,6 @@ def labels(repetitions: int) -> None:
     table("Labels", rows)
 
 
-def profile(repetitions: int) -> None:
-    """Print where one worker's time goes on 1024x768 JPEGs, Qwen2.5-VL."""
-    processor = build_processor("qwen2_5_vl")
-    spent: dict[str, list[float]] = defaultdict(list)
-    part = processor.image_processor
-    names = {
-        "_prepare_image_like_inputs": "PIL to tensor",
-        "resize": "resize",
-        "rescale_and_normalize": "normalise",
-        "patchify": "patchify",
-    }
-    for method, label in names.items():
-        setattr(part, method, _timed(getattr(part, method), spent[label]))
-    encoder = Encoder(processor)
-    conversation, samples = chat(3, 20, True), []
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "0.jpg"
-        path.write_bytes(photo(768, 1024))
-        text = ""
-        for _ in range(repetitions):
-            data = _clock(spent["read"], path.read_bytes)
-            _clock(spent["decode JPEG"], lambda d=data: decode_image(d))
-            text = _clock(spent["chat template"], lambda: render_template(processor, conversation))
-            sample = _clock(spent["encode, whole"], lambda d=data: encoder.encode(conversation, {"0.jpg": d}))
-            expanded = text.replace(
-                "<|image_pad|>", "<|image_pad|>" * int((sample["input_ids"] == processor.image_token_id).sum())
-            )
-            _clock(spent["tokenise"], lambda e=expanded: processor.tokenizer([e], return_tensors="pt"))
-            array = sample["input_ids"].numpy()
-            rendered = Rendered(text)
-            _clock(
-                spent["labels"], lambda r=rendered, a=array: label_answers(processor, encoder.chat, r, a, [True] * 3)
-            )
-            samples = [*samples, sample][-4:]
-            if len(samples) == 4:
-                _clock(
-                    spent["collate (bfloat16), per sample"], lambda s=samples: pad_collate_fn(s, processor), divide=4
-                )
-    whole = median(spent["encode, whole"]) + median(spent["read"]) + median(spent["collate (bfloat16), per sample"])
-    parts = {name: median(values) for name, values in spent.items() if name != "encode, whole"}
-    rows = [("stage", "ms", "share")]
-    rows += [
-        (name, f"{seconds * 1e3:.2f}", f"{seconds / whole:.1%}")
-        for name, seconds in sorted(parts.items(), key=lambda p: -p[1])
-    ]
-    rest = whole - sum(parts.values())
-    rows += [
-        ("rest of the processor and of encode", f"{rest * 1e3:.2f}", f"{rest / whole:.1%}"),
-        ("whole", f"{whole * 1e3:.2f}", ""),
-    ]
-    table("One worker, one thread, 1024x768 JPEG (1,036 x 756 after resizing), 3 turns, Qwen2.5-VL", rows)
-
-
 def _timed(function: Callable[..., Any], into: list[float]) -> Callable[..., Any]:
     def timed(*args: Any, **kwargs: Any) -> Any:
         begin = time.process_time()
@@ -297,13 +240,6 @@ def _clock_cost(calls: int) -> float:
     return time.process_time() - begin - sum(inner)
 
 
-def _clock(into: list[float], function: Callable[[], Any], divide: int = 1) -> Any:
-    begin = time.process_time()
-    out = function()
-    into.append((time.process_time() - begin) / divide)
-    return out
-
-
 def main() -> None:
     """Run all."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -313,7 +249,6 @@ def main() -> None:
     overhead(repetitions)
     kept(repetitions)
     labels(repetitions)
-    profile(repetitions)
 
 
 if __name__ == "__main__":

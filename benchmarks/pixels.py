@@ -3,14 +3,13 @@
 Run by hand: `python benchmarks/pixels.py` (about three minutes; `--quick` for one). Each measurement is a fresh process
 with one worker process, and the two ways take turns; rates are those of the best round (other processes only slow
 them down), seconds of processor time are the worker's own. Read the ratios.
-Prints samples/s and bytes for images of two sizes and for a clip, where a worker's time goes beside its limit (decoding
-and resizing alone), decoders, and the cost of `finish_pixels`.
+Prints samples/s and bytes for images of two sizes and for a clip, where a sample's time goes, and the cost of
+`finish_pixels`. How far a builder is from its limit (decoding and resizing alone) is in `waste.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import subprocess
@@ -23,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageFilter
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.encode import photo
 from vlm_stream import StreamLoader
 from vlm_stream.convert import make_shards
 from vlm_stream.encode import EncodeConfig, Encoder
@@ -38,16 +39,6 @@ if TYPE_CHECKING:
 
 WAYS = ("full", "compact")
 PIXELS = ("pixel_values", "pixel_values_videos")
-
-
-def photo(height: int, width: int, seed: int) -> bytes:
-    """Return a JPEG with about as much detail as a photograph (0.2 bytes a pixel)."""
-    rng = np.random.default_rng(seed)
-    noise = Image.fromarray(rng.integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8))
-    picture = noise.resize((width, height), Image.Resampling.BICUBIC).filter(ImageFilter.GaussianBlur(2))
-    buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=90)
-    return buffer.getvalue()
 
 
 def build_dataset(folder: Path, media: dict[str, bytes], num_samples: int, medium: str) -> Path:
@@ -177,15 +168,8 @@ def report_parts(data: bytes) -> None:
     sample = encoder.encode(chat, {})
     tokens = text.replace("<|image_pad|>", "<|image_pad|>" * int(sample["image_grid_thw"].prod() // 4))
     print(f"\nWhere the time goes, {width}x{height}, one thread, ms (best, median)")
-    _, rows, columns = sample["image_grid_thw"][0].tolist()
-    target = [rows * processor.image_processor.patch_size, columns * processor.image_processor.patch_size]
-
-    def bare() -> torch.Tensor:
-        pixels = view_image(decode_image(data))[None]
-        return torch.nn.functional.interpolate(pixels, target, mode="bicubic", antialias=True)
 
     parts: dict[str, Callable[[], Any]] = {
-        "the limit: decode and resize, in C": bare,
         "decode (Pillow)": lambda: decode_image(data),
         "to a tensor: Arrow, no copy": lambda: view_image(image),
         "to a tensor: np.array": lambda: torch.from_numpy(np.array(image)),
@@ -197,15 +181,6 @@ def report_parts(data: bytes) -> None:
         "finish_pixels on this CPU, bfloat16": lambda: finish_pixels(sample),
         "finish_pixels on this CPU, float32": lambda: finish_pixels(sample, dtype=torch.float32),
     }
-    try:
-        import simplejpeg  # type: ignore[import-not-found]
-    except ImportError:
-        pass
-    else:
-        is_same = np.array_equal(simplejpeg.decode_jpeg(data), np.asarray(image))
-        name = f"decode (simplejpeg, {'equal' if is_same else 'not equal'} to Pillow)"
-        parts[name] = lambda: simplejpeg.decode_jpeg(data)
-        parts["decode (simplejpeg, four bytes a pixel)"] = lambda: simplejpeg.decode_jpeg(data, colorspace="RGBX")
     for name, function in parts.items():
         function()
         print(f"  {name:44}{milliseconds(function)}")

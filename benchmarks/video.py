@@ -147,7 +147,7 @@ def _open(place: dict[str, Any]) -> tuple[Any, Any, Any]:
 def read_frames(place: dict[str, Any]) -> Callable[[int], Any]:
     """Ranges of the picked frames; the table is read each time, as it is of a sample that is drawn."""
     from vlm_stream.blueprint import Piece
-    from vlm_stream.build.cut_samples import join_parts
+    from vlm_stream.build.builder import join_parts
     from vlm_stream.cutting import Cutter
     from vlm_stream.loader_options import LoaderOptions
     from vlm_stream.media import decode_picked

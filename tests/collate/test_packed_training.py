@@ -58,6 +58,29 @@ def worst(one: tuple[float, dict[str, torch.Tensor]], other: tuple[float, dict[s
     return max(abs(one[0] - other[0]) / one[0], *grads)
 
 
+@pytest.mark.parametrize("hf_labels", [True, False], ids=["hf", "shifted"])
+@pytest.mark.parametrize("rule", [PositionRule(merge_size=2, frames_apart=False, tokens_per_second=2.0), None])
+@pytest.mark.parametrize("row", [("short",), ("text", "short", "text"), ("text", "image", "short"), REAL], ids="-".join)
+def test_a_pack_is_its_documents_one_after_another(
+    row: Iterable[str], rule: PositionRule | None, hf_labels: bool, kinds: Kinds
+) -> None:
+    """Bit for bit, whatever is computed once for a pack; and padding is one more document."""
+    samples = [kinds("qwen2_5_vl")[kind] for kind in row]
+    packs = [build_hf_pack([sample], positions=rule, hf_labels=hf_labels) for sample in samples]
+    length = sum(pack["input_ids"].shape[1] for pack in packs)
+    pack = build_hf_pack(samples, positions=rule, hf_labels=hf_labels)
+    padded = build_hf_pack(samples, positions=rule, hf_labels=hf_labels, pad_to=length + 5, padding_idx=7)
+    for key in ("input_ids", "labels", "mm_token_type_ids", "position_ids"):
+        assert torch.equal(pack[key], torch.cat([each[key] for each in packs], dim=-1))
+        assert pack[key].is_contiguous()
+        assert torch.equal(padded[key][..., :length], pack[key])
+    fills = (padded[key][..., length:].unique().tolist() for key in ("input_ids", "labels", "mm_token_type_ids"))
+    assert [*fills, padded["position_ids"][..., length:].unique().tolist()] == [[7], [-100], [0], [0, 1, 2, 3, 4]]
+    for sample, each in zip(samples, packs, strict=True):
+        ends = ([-100], sample["labels"][1:].tolist())
+        assert each["labels"][0].tolist() == [label for end in (ends if hf_labels else ends[::-1]) for label in end]
+
+
 @pytest.mark.parametrize(("family", "impl", "form"), SETUPS)
 def test_a_pack_trains_as_its_samples_one_by_one(
     family: str, impl: str, form: str, kinds: Kinds, model: Models

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from vlm_stream.build.cut_samples import join_parts
+from vlm_stream.build.builder import join_parts
 from vlm_stream.cli import main
 from vlm_stream.convert import verify_dataset
 from vlm_stream.convert.in_place import open_dataset

@@ -13,7 +13,7 @@ from vlm_stream.encode import EncodeConfig, Encoder
 from vlm_stream.errors import ConfigError
 from vlm_stream.keys import PIXEL_SPEC_KEY
 from vlm_stream.pixels import CompactPath, PartSpec, PixelSpec, carry_spec, finish_pixels
-from vlm_stream.pixels.compact import _say_once
+from vlm_stream.pixels.compact import _say_once, cut_patches
 from vlm_stream.testing import build_processor, make_jpeg
 
 CHAT = [
@@ -246,3 +246,16 @@ def test_a_pillow_without_arrow_is_copied_from(monkeypatch):
     copied = view_image(without)
     assert shared.shape == (4, 20, 30)
     assert torch.equal(shared[:3], copied)
+
+
+@pytest.mark.parametrize("num_images", [1, 3])
+@pytest.mark.parametrize("num_bytes", [3, 4])
+def test_patches_are_the_same_from_every_memory_layout(num_images, num_bytes):
+    """Resized images lie in memory with three or four bytes a pixel, and as planes."""
+    size = (num_images, 28 * 3, 28 * 5, num_bytes)
+    pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = pixels.permute(0, 3, 1, 2)[:, :3]
+    planes = images.contiguous()
+    expected = planes.view(num_images, 3, 3, 2, 14, 5, 2, 14).permute(0, 2, 5, 3, 6, 1, 4, 7)
+    for layout in (images, planes):
+        assert torch.equal(cut_patches(layout, 14, 2), expected.reshape(num_images, -1, 3 * 14 * 14))

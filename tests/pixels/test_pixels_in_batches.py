@@ -265,7 +265,7 @@ def test_a_feed_keeps_the_order():
 
 
 def test_every_tensor_of_a_batch_is_seen_when_streams_meet(toy_shards, processor):
-    from vlm_stream.pixels.device_prefetch import _each_tensor
+    from vlm_stream.pixels.finish import _each_tensor
 
     batch = next(iter(StreamLoader(toy_shards, processor=processor, device="cpu", **PIPELINE)))
     seen = []
@@ -273,3 +273,12 @@ def test_every_tensor_of_a_batch_is_seen_when_streams_meet(toy_shards, processor
     compact = batch[VLM_PP_MEDIA_KEY]["pixel_values"].chunks
     assert {id(chunk) for chunk in compact} <= {id(tensor) for tensor in seen}
     assert id(batch["input_ids"]) in {id(tensor) for tensor in seen}
+
+
+def test_what_holds_no_tensor_travels_to_a_device_as_it_is():
+    from vlm_stream.pixels.finish import _each_tensor
+
+    batch = {"refs": [[("source", "shard", "key")]], "sizes": [torch.tensor(1), torch.tensor(2)], "n": (1, 2)}
+    moved = _each_tensor(batch, torch.clone)
+    assert (moved["refs"], moved["n"], moved["sizes"]) == (batch["refs"], (1, 2), batch["sizes"])
+    assert moved["sizes"][0] is not batch["sizes"][0]

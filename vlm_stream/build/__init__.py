@@ -3,10 +3,9 @@
 Enters: a `BuildConfig` and blueprints. Leaves: a `Delivery` for each. It must not know plans, indexes, ranks or
 processes.
 
-In the order the data meets them: `builder.py` (fetch, encode, join, report), `cut_samples.py` (ranges of
-clips -> members), `rows.py` (samples, holes and fillers; the
-same without a processor), `collators.py` (packed, padded, or the user's),
-`delivery.py` (what leaves; what a loss is divided by). `digest.py` tells whether two configs build the same batches.
+In the order the data meets them: `builder.py` (fetch, encode, join, report), `rows.py` (samples, holes and fillers; the
+same without a processor), `collators.py` (packed, padded, or the user's), `delivery.py` (what leaves; what a loss is
+divided by). `digest.py` tells whether two configs build the same batches.
 """
 
 from __future__ import annotations

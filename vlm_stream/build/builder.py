@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from vlm_stream.build.collators import choose_family, make_collator
-from vlm_stream.build.cut_samples import join_parts
 from vlm_stream.build.delivery import Delivery, add_item_count
 from vlm_stream.build.digest import digest_of
 from vlm_stream.build.rows import ExampleRows, RawRows, RowBuilder
+from vlm_stream.clips import PickedClip
 from vlm_stream.encode import IGNORE, Encoder
 from vlm_stream.errors import BadSampleError, blame_sample
 from vlm_stream.ledger import BadSample
@@ -28,7 +28,7 @@ from vlm_stream.processors import open_processor
 from vlm_stream.storage import SpanReader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from vlm_stream.blueprint import Blueprint, Piece, SampleRef
     from vlm_stream.collate import Family
@@ -96,14 +96,6 @@ class Watch(Protocol):
         """Note that it is done."""
 
 
-class _Nobody:
-    def begin(self, ref: SampleRef) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
 class Builder:
     """Builds batches; use it in a `with` block."""
 
@@ -112,7 +104,7 @@ class Builder:
         options = config.options
         processor = open_processor(config.processor)
         self._sources = config.sources
-        self._watch = watch or _Nobody()
+        self._watch = watch
         self._with_refs = options.with_refs
         self._threads = config.decode_threads
         self._has_told = False
@@ -216,14 +208,16 @@ class Builder:
             return result
         if piece.ref in skipped:
             return BadSampleError("decode", "killed_worker", skipped[piece.ref])
-        self._watch.begin(piece.ref)
+        if self._watch is not None:
+            self._watch.begin(piece.ref)
         try:
             sample = self._encode(piece, result, text)
             if piece.clips and isinstance(sample, BadSampleError) and sample.stage == "decode":
                 sample = self._encode(piece, self._read_whole(piece, sample))
             return sample
         finally:
-            self._watch.end()
+            if self._watch is not None:
+                self._watch.end()
 
     def _encode(self, piece: Piece, result: SpanResult, text: SpanResult | None = None) -> Any:
         if isinstance(result, BadSampleError):  # not raised: its traceback would keep the batch
@@ -262,6 +256,35 @@ class Builder:
             entry=entry,
             id=own_id or "",
         )
+
+
+def join_parts(piece: Piece, results: Iterator[SpanResult], threads: int = 1) -> Any:
+    """Take what was read for a piece; return its members, or what is wrong with them. Clips get so many threads.
+
+    Members that were read by ranges are put together again: small files as they are, clips as the frames that were cut.
+    """
+    found = [next(results) for _ in piece.reads]
+    if not piece.parts:
+        return found[0]
+    num_gops = sum(len(run.ranges) for clip in piece.clips for run in clip.cut.runs)
+    rest, gops = found[: len(found) - num_gops], iter(found[len(found) - num_gops :])
+    members: dict[str, Any] = {}
+    for part in rest:
+        if isinstance(part, BadSampleError):
+            return part
+        members |= part
+    for clip in piece.clips:
+        ranges: list[list[memoryview]] = []
+        for run in clip.cut.runs:
+            ranges.append([])
+            for seconds in run.seconds:
+                gop = next(gops)
+                if isinstance(gop, BadSampleError):
+                    return BadSampleError(gop.stage, gop.reason, f"{clip.name} from {seconds:.2f} s on: {gop}")
+                ranges[-1].append(gop[""])
+        spans = {(start, end): (first, frames) for start, end, first, frames in clip.spans}
+        members[clip.name] = PickedClip(clip.cut, clip.facts, ranges, spans, threads=threads)
+    return members
 
 
 def _num_bytes(value: Any) -> int:

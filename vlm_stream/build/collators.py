@@ -7,7 +7,7 @@ that, once), positions that restart with each packed document, media joined in r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
@@ -18,6 +18,7 @@ from vlm_stream.collate import (
     family_of,
     find_family,
     join_hf_packs,
+    length_table,
     media_of,
     merge_media,
     neat_packed_vlm_collater,
@@ -43,19 +44,6 @@ if TYPE_CHECKING:
     Joined = tuple[Sequence[dict[str, Any]], dict[str, Any]]
 
 _PACKED_FORMS: Final = ("neat", "thd")
-
-
-class Collator(Protocol):
-    """Joins rows of encoded samples."""
-
-    capacity: int | None
-    """Tokens that one row may hold; None: any number."""
-    is_ours: bool
-    """What it raises can be the fault of a sample; not so for a function of the user's."""
-
-    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Return the batch; every row has at least one sample."""
-        ...
 
 
 def choose_family(processor: Any, options: StreamOptions) -> Family:
@@ -101,6 +89,7 @@ class RowCollator:
     """Joins encoded rows in the form that the options ask for."""
 
     is_ours = True
+    """What it raises can be the fault of a sample; not so for a function of the user's."""
 
     def __init__(self, processor: Any, options: StreamOptions, family: Family) -> None:
         """Read the padding token and the family's position rule from the processor.
@@ -110,7 +99,8 @@ class RowCollator:
         it to the next row.
         """
         is_packed = options.mode == "packed"
-        self.capacity: int | None = options.pack_size if is_packed else None
+        self.capacity = options.pack_size if is_packed else None
+        """Tokens that one row may hold; None: any number."""
         self._processor, self._options, self._family = processor, options, family
         self._padding_idx = pad_id_of(processor)
         self._for_pipeline = options.pp_microbatches is not None
@@ -168,7 +158,8 @@ class RowCollator:
             attn_implementation=options.attention,
             materialize_4d_mask=options.attention != "indexed",
         )
-        return packs, self._finish(batch | _lengths(packs) | count_media(packs))
+        lengths = {key: length_table([pack[key] for pack in packs], 0) for key in ("seq_lens", "seq_lens_padded")}
+        return packs, self._finish(batch | lengths | count_media(packs))
 
     def _join_thd(self, rows: Sequence[Row]) -> Joined:
         """NeMo Automodel's packed form with the lengths of the documents."""
@@ -230,6 +221,10 @@ class CustomCollator:
         return batch
 
 
+Collator: TypeAlias = RowCollator | CustomCollator
+"""Joins rows of encoded samples; every row has at least one sample."""
+
+
 def make_collator(processor: Any, options: StreamOptions, family: Family) -> Collator:
     """Return the collator that the options ask for."""
     if callable(options.collate):
@@ -246,15 +241,6 @@ def _position_rule(processor: Any, options: StreamOptions) -> Positions | None:
         return PositionRule.from_processor(processor)
     except ConfigError as error:
         raise ConfigError(f"{error} A stream takes the config as model_config=model.config.") from error
-
-
-def _lengths(packs: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return the lengths of documents `[B, most documents]`, 0 where a row has fewer."""
-    most = max(len(pack["seq_lens"]) for pack in packs)
-    return {
-        key: torch.tensor([[*pack[key], *[0] * (most - len(pack[key]))] for pack in packs])
-        for key in ("seq_lens", "seq_lens_padded")
-    }
 
 
 def _other_media(units: Sequence[dict[str, Any]]) -> dict[str, list[int]]:

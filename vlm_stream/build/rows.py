@@ -70,7 +70,7 @@ class RowBuilder:
         `text` is what was read of the tokens that are kept beside the index.
         """
         conversation, tokens = read_sample(fields, piece.members, _texts(members))
-        kept = self._kept(conversation, tokens, piece, text)
+        kept = self._kept(conversation, tokens, piece, text) if self._pixels else None
         return self._encode(name_frames(conversation, piece.sizes), members, piece.sizes, kept)
 
     def _kept(self, conversation: Conversation, tokens: Any, piece: Piece, text: SpanResult | None) -> KeptText | None:

@@ -61,6 +61,7 @@ from vlm_stream.collate.media import MediaJoinError, count_media, join_rows, med
 from vlm_stream.collate.packed import (
     PACKED_MEDIA_KEYS,
     build_packed_vlm_sample,
+    length_table,
     neat_packed_vlm_collater,
     pack_row,
     packed_sequence_thd_vlm_collater,

@@ -8,7 +8,6 @@ Which keys a family wants is not known here.
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -22,10 +21,7 @@ from vlm_stream.encode import (
     SHARED_PIXELS,
     EncodeConfig,
     Encoder,
-    LoadedMedia,
-    Rendered,
     Steps,
-    TypedMarkers,
     chat_format,
     load_media,
     mask_vision_tokens,
@@ -78,24 +74,6 @@ def conversation_of(example: Example, processor: Any) -> Conversation:
     return messages
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """One conversation, its media decoded and its text rendered."""
-
-    conversation: Conversation
-    rendered: Rendered
-    markers: TypedMarkers | None
-    loaded: LoadedMedia
-
-
-def prepare(encoder: Encoder, example: Example) -> Prepared:
-    """Decode and render one conversation."""
-    conversation = encoder.shape(conversation_of(example, encoder.processor))
-    loaded = load_media(conversation, {}, encoder.config, encoder.reads)
-    rendered, markers = encoder.render(conversation)
-    return Prepared(conversation, rendered, markers, loaded)
-
-
 def process_batch(
     examples: Sequence[Example],
     processor: Any,
@@ -109,33 +87,27 @@ def process_batch(
     `options` are further arguments of the processor; `steps` say what the family does otherwise.
     """
     encoder = Encoder(processor, EncodeConfig(allow_unlabelled=True, pixels=pixels), steps)
-    prepared = [prepare(encoder, example) for example in examples]
-    has_both = any(p.loaded.images for p in prepared) and any(p.loaded.videos for p in prepared)
+    conversations = [encoder.shape(conversation_of(example, processor)) for example in examples]
+    loaded = [load_media(conversation, {}, encoder.config, encoder.reads) for conversation in conversations]
+    has_both = any(media.images for media in loaded) and any(media.videos for media in loaded)
     if type(processor).__name__ in SHARED_PIXELS and has_both:
-        rows = [encoder.encode(p.conversation, {}) for p in prepared]
+        rows = [encoder.encode(conversation, {}) for conversation in conversations]
         return pad_rows(rows, pad_id=pad_id_of(processor), side=padding_side(processor)) | merge_media(rows)
-    batch = encoder.call(
-        [p.rendered.text for p in prepared], [p.loaded for p in prepared], {"padding": True, **(options or {})}
-    )
-    if any(p.markers is not None for p in prepared):
+    texts = [encoder.render(conversation) for conversation in conversations]
+    batch = encoder.call([text.text for text, _ in texts], loaded, {"padding": True, **(options or {})})
+    if any(markers is not None for _, markers in texts):
         # Control strings that a user typed are written as plain text, which changes lengths.
         spliced = [
-            encoder.splice(row, p.rendered, p.markers) if p.markers is not None else row
-            for row, p in zip(split_rows(batch), prepared, strict=True)
+            row if markers is None else encoder.splice(row, text, markers)
+            for row, (text, markers) in zip(split_rows(batch), texts, strict=True)
         ]
         batch |= pad_rows(spliced, pad_id=pad_id_of(processor), side=padding_side(processor))
     if not (encoder.steps.writes_labels and "labels" in batch):
-        batch["labels"] = label_rows(encoder, batch, prepared)
+        ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+        batch["labels"] = torch.full_like(ids, IGNORE)
+        for row, (conversation, (text, _)) in enumerate(zip(conversations, texts, strict=True)):
+            batch["labels"][row, mask[row]] = encoder.label(conversation, text, ids[row][mask[row]])
     return batch if encoder.steps.edit is None else encoder.steps.edit(batch, processor)
-
-
-def label_rows(encoder: Encoder, batch: Mapping[str, Any], prepared: Sequence[Prepared]) -> torch.Tensor:
-    """Return labels `[B, S]`, padding IGNORE."""
-    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-    labels = torch.full_like(ids, IGNORE)
-    for row, p in enumerate(prepared):
-        labels[row, mask[row]] = encoder.label(p.conversation, p.rendered, ids[row][mask[row]])
-    return labels
 
 
 def encode_rows(examples: Sequence[Example], encoder: Encoder) -> list[dict[str, Any]]:
@@ -164,7 +136,9 @@ def drop_overlong(examples: Sequence[Example], processor: Any, max_length: int) 
     for index, example in enumerate(examples):
         conversation = example["conversation"]
         try:
-            total = _num_text_tokens(conversation, processor) + count_media_tokens(conversation, processor)
+            text = render_template(processor, shape_content(conversation, chat_format(processor)))
+            total = len(tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"])
+            total += count_media_tokens(conversation, processor)
         except Exception as error:  # an estimate must not lose a sample
             logger.debug("Row %d could not be estimated and is kept: %r", index, error)
             total = 0
@@ -175,11 +149,6 @@ def drop_overlong(examples: Sequence[Example], processor: Any, max_length: int) 
     if not kept:
         raise ValueError(f"All {len(examples)} samples of the batch exceed max_length={max_length}.")
     return kept
-
-
-def _num_text_tokens(conversation: Conversation, processor: Any) -> int:
-    text = render_template(processor, shape_content(conversation, chat_format(processor)))
-    return len(tokenizer_of(processor)(text, add_special_tokens=False)["input_ids"])
 
 
 def count_media_tokens(conversation: Conversation, processor: Any) -> int:

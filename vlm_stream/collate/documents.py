@@ -56,8 +56,10 @@ def as_documents(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     fakes: list[dict[str, Any]] = []
     for sample in samples:
         document, fake = _take_fake_out(sample)
-        documents += [document] if len(document["input_ids"]) else []
-        fakes += [fake] if fake is not None and media_of(fake) else []
+        if document["input_ids"].numel():
+            documents.append(document)
+        if fake is not None and media_of(fake):
+            fakes.append(fake)
     if not documents:
         raise BadSampleError(
             "fit",
@@ -73,8 +75,8 @@ def as_documents(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 def _take_fake_out(sample: Sample) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the visible document of a sample, and its hidden fake image if it has one."""
     mask = token_row(sample, "attention_mask")
-    if mask is None or bool(mask.all()):
-        return _choose(sample, slice(None)) | media_of(sample), None
+    if mask is None or mask.numpy().all():
+        return _choose(sample) | media_of(sample), None
     visible = mask.bool()
     types = token_row(sample, "mm_token_type_ids")
     if types is not None and bool((types[visible] > 0).any()):
@@ -92,13 +94,13 @@ def _take_fake_out(sample: Sample) -> tuple[dict[str, Any], dict[str, Any] | Non
     return _choose(sample, visible), fake
 
 
-def _choose(sample: Sample, chosen: Any) -> dict[str, Any]:
-    """Return the chosen tokens of a sample, as rows without a batch axis and without an attention mask."""
-    rows = {key: token_row(sample, key) for key in TOKEN_KEYS if key != "attention_mask"}
-    kept: dict[str, Any] = {key: row[chosen] for key, row in rows.items() if row is not None}
+def _choose(sample: Sample, chosen: torch.Tensor | None = None) -> dict[str, Any]:
+    """Return the chosen tokens of a sample, or all, as rows without a batch axis and without an attention mask."""
+    kept: dict[str, Any] = {key: row for key in TOKEN_KEYS if (row := token_row(sample, key)) is not None}
+    kept.pop("attention_mask", None)
     if sample.get(POSITIONS_KEY) is not None:
-        kept[POSITIONS_KEY] = sample[POSITIONS_KEY][:, chosen]
-    return kept
+        kept[POSITIONS_KEY] = sample[POSITIONS_KEY]
+    return kept if chosen is None else {key: row[..., chosen] for key, row in kept.items()}
 
 
 def align_up(length: _Length, alignment: int) -> _Length:

@@ -60,13 +60,15 @@ def build_hf_pack(
     documents = as_documents([_with_positions(sample, positions) for sample in samples])
     missing = 0 if pad_to is None else _missing(documents, pad_to)
     type_keys = [key for key in _TYPE_KEYS if any(key in document for document in documents)]
-    rows = [_document_row(document, type_keys, hf_labels) for document in documents]
+    rows = _join_documents(documents, type_keys, hf_labels)
     if missing:
-        rows.append(_padding_row(missing, padding_idx, type_keys, multi_axis=POSITIONS_KEY in documents[0]))
-    pack = {key: torch.cat([row[key] for row in rows], dim=-1).unsqueeze(-2) for key in rows[0]}
+        padding = _padding_row(missing, padding_idx, type_keys, multi_axis=POSITIONS_KEY in documents[0])
+        rows = {key: torch.cat([row, padding[key]], dim=-1) for key, row in rows.items()}
+    pack = {key: row.unsqueeze(-2) for key, row in rows.items()}
     if attention in _MASK_DTYPES:
-        numbers = [torch.full((len(row["input_ids"]),), d) for d, row in enumerate(rows, start=1)]
-        pack["attention_mask"] = document_mask_4d(torch.cat(numbers)[None], _MASK_DTYPES[attention])
+        lengths = torch.tensor([*(len(document["input_ids"]) for document in documents), missing])
+        numbers = torch.arange(1, len(lengths) + 1).repeat_interleave(lengths)
+        pack["attention_mask"] = document_mask_4d(numbers[None], _MASK_DTYPES[attention])
     return pack | merge_media(documents)
 
 
@@ -107,18 +109,26 @@ def _missing(documents: Sequence[Sample], pad_to: int) -> int:
     return pad_to - length
 
 
-def _document_row(document: Sample, type_keys: Sequence[str], hf_labels: bool) -> dict[str, torch.Tensor]:
-    """Return the values along the tokens of one document."""
-    length = len(document["input_ids"])
-    labels, ignored = document["labels"], torch.full((1,), IGNORE)
-    counted = torch.arange(length)
-    axes = document.get(POSITIONS_KEY)
-    return {
-        "input_ids": document["input_ids"],
-        "labels": torch.cat([ignored, labels[1:]] if hf_labels else [labels[1:], ignored]),
-        POSITIONS_KEY: counted if axes is None else torch.cat([counted[None], axes]),
-        **{key: document.get(key, torch.zeros(length, dtype=torch.long)) for key in type_keys},
-    }
+def _join_documents(documents: Sequence[Sample], type_keys: Sequence[str], hf_labels: bool) -> dict[str, torch.Tensor]:
+    """Return the values along the tokens of all documents: a pack of short texts has many of them."""
+    lengths = torch.tensor([document["input_ids"].numel() for document in documents])
+    ends = lengths.cumsum(0)
+    total = int(ends[-1])
+    labels = torch.cat([document["labels"] for document in documents])
+    if hf_labels:
+        labels[ends - lengths] = IGNORE
+    else:
+        labels = labels.roll(-1)
+        labels[ends - 1] = IGNORE
+    counted = torch.arange(total) - (ends - lengths).repeat_interleave(lengths, output_size=total)
+    row = {"input_ids": torch.cat([document["input_ids"] for document in documents]), "labels": labels}
+    row[POSITIONS_KEY] = counted
+    if any(POSITIONS_KEY in document for document in documents):
+        axes = torch.cat([document[POSITIONS_KEY] for document in documents], dim=1)
+        row[POSITIONS_KEY] = torch.cat([counted[None], axes])
+    for key in type_keys:
+        row[key] = torch.cat([document.get(key, torch.zeros_like(document["input_ids"])) for document in documents])
+    return row
 
 
 def _padding_row(
@@ -166,9 +176,12 @@ def join_hf_packs(
             "fit", "pack_too_long", f"A pack has {longest} tokens, more than the {length} of its batch's rows."
         )
     rows = [_pad_pack(pack, length, padding_idx) for pack in packs]
-    # A pack's own axis is the last but one: [1, L], or [4, 1, L] for positions; masks are [1, 1, L, L].
-    axes = {key: 0 if key == "attention_mask" else -2 for key in rows[0]}
-    batch = {key: torch.cat([row[key] for row in rows], dim=axis) for key, axis in axes.items()}
+    if len(rows) == 1:
+        batch = rows[0]
+    else:
+        # A pack's own axis is the last but one: [1, L], or [4, 1, L] for positions; masks are [1, 1, L, L].
+        axes = {key: 0 if key == "attention_mask" else -2 for key in rows[0]}
+        batch = {key: torch.cat([row[key] for row in rows], dim=axis) for key, axis in axes.items()}
     return batch | (count_media(packs) if media_counts else {}) | merge_media(packs)
 
 
@@ -176,8 +189,10 @@ def _pad_pack(pack: Sample, length: int, padding_idx: int) -> dict[str, torch.Te
     """Return the values along the tokens of one pack at its full length."""
     type_keys = [key for key in _TYPE_KEYS if key in pack]
     missing = length - pack["input_ids"].shape[1]
-    fill = _padding_row(missing, padding_idx, type_keys, multi_axis=pack[POSITIONS_KEY].ndim == 3)
-    row = {key: torch.cat([pack[key], value.unsqueeze(-2)], dim=-1) for key, value in fill.items()}
+    row = {key: pack[key] for key in ("input_ids", "labels", POSITIONS_KEY, *type_keys)}
+    if missing:
+        fill = _padding_row(missing, padding_idx, type_keys, multi_axis=pack[POSITIONS_KEY].ndim == 3)
+        row = {key: torch.cat([row[key], value.unsqueeze(-2)], dim=-1) for key, value in fill.items()}
     mask = pack.get("attention_mask")
     return row if mask is None else row | {"attention_mask": _grow(mask, length)}
 

@@ -42,7 +42,9 @@ class MediaJoinError(ConfigError, TypeError):
 def media_of(sample: Sample) -> dict[str, Any]:
     """Return the media of a sample: tensors, and lists of tensors or numbers, that do not run along its tokens."""
     found = {k: v for k, v in sample.items() if k not in _NOT_MEDIA and not k.startswith("_") and _is_joinable(v)}
-    return found | carry_spec([sample])
+    if sample.get(PIXEL_SPEC_KEY) is not None and not found.keys().isdisjoint(PIXEL_KEYS):
+        found[PIXEL_SPEC_KEY] = sample[PIXEL_SPEC_KEY]
+    return found
 
 
 def _is_joinable(value: Any) -> bool:

@@ -220,8 +220,8 @@ def packed_sequence_thd_vlm_collater(
         "input_ids": tokens["input_ids"],
         "labels": tokens["labels"],
         POSITIONS_KEY: _pad_positions(batch, length),
-        "seq_lens": _table(real, seq_lens_padding_value),
-        "seq_lens_padded": _table(padded, seq_lens_padding_value),
+        "seq_lens": length_table(real, seq_lens_padding_value),
+        "seq_lens_padded": length_table(padded, seq_lens_padding_value),
         "qkv_format": "thd",
     } | _media(batch)
 
@@ -259,7 +259,7 @@ def _document_lengths(pack: Sample) -> tuple[list[int], list[int]]:
     return real, wide
 
 
-def _table(rows: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
+def length_table(rows: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
     """Return rows of different lengths as one table, filled with a value that no length has."""
     longest = max(len(row) for row in rows)
     return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows], dtype=torch.int64)

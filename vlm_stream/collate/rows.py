@@ -31,7 +31,7 @@ def token_row(sample: Sample, key: str) -> torch.Tensor | None:
     value = sample.get(key)
     if value is None:
         return None
-    row = torch.as_tensor(value)
+    row = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     return row[0] if row.ndim == 2 else row
 
 

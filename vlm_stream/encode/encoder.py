@@ -8,8 +8,7 @@ same text and media. Steps: decode, render once, call the processor once, place 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -138,12 +137,9 @@ class Encoder:
         is_faked = self._wants_fake(conversation)
         if is_faked:
             conversation = inject_fake_image(conversation)
+            kept = None if kept is None else kept.with_fake()
         loaded = load_media(conversation, media, self.config, self.reads)
-        if kept is not None and is_faked:
-            kept = kept.with_fake()
-        if kept is None or not self._keeps_text:
-            return self._encode(self.processor, conversation, loaded, is_faked)
-        return self._encode_kept(conversation, loaded, kept, is_faked=is_faked)
+        return self._encode(self.processor, conversation, loaded, is_faked, kept if self._keeps_text else None)
 
     def encode_from_sizes(self, conversation: Conversation, sizes: MediaSizes) -> dict[str, Any]:
         """Return what `encode` would, without pixels and without having the media.
@@ -169,21 +165,7 @@ class Encoder:
         """The processor with grids from sizes, no pixels; `ConfigError` for families where that is not known."""
         return make_grid_processor(self.processor, self.config)
 
-    def _encode_kept(
-        self, conversation: Conversation, loaded: LoadedMedia, kept: KeptText, *, is_faked: bool
-    ) -> dict[str, Any]:
-        """Encode from kept text where that was seen to give the same."""
-        reader = self._kept_texts
-        kind = reader.kind_of(loaded, is_faked=is_faked)
-        with self._blaming():
-            if reader.is_trusted(kind) and (sample := reader.read(kind, kept, loaded)) is not None:
-                return self._check(sample, is_faked)
-            sample = self._label(self.processor, conversation, loaded)
-            if reader.is_tried(kind) and not reader.is_trusted(kind):
-                reader.learn(kind, sample, kept, loaded)
-            return self._check(sample, is_faked)
-
-    @property
+    @cached_property
     def _keeps_text(self) -> bool:
         """Whether text that was tokenised by the processor and labelled by its template is what `encode` makes."""
         steps = self.steps
@@ -199,15 +181,24 @@ class Encoder:
         return self.config.inject_fake_image and not has_media(conversation)
 
     def _encode(
-        self, processor: Processor, conversation: Conversation, loaded: LoadedMedia, is_faked: bool
+        self,
+        processor: Processor,
+        conversation: Conversation,
+        loaded: LoadedMedia,
+        is_faked: bool,
+        kept: KeptText | None = None,
     ) -> dict[str, Any]:
-        with self._blaming():
-            return self._check(self._label(processor, conversation, loaded), is_faked)
-
-    @contextmanager
-    def _blaming(self) -> Iterator[None]:
+        """Encode a sample, from kept text where that was seen to give the same."""
+        kind = "" if kept is None else self._kept_texts.kind_of(loaded, is_faked=is_faked)
         try:
-            yield
+            sample = None
+            if kept is not None and self._kept_texts.is_trusted(kind):
+                sample = self._kept_texts.read(kind, kept, loaded)
+            if sample is None:
+                sample = self._label(processor, conversation, loaded)
+                if kept is not None and kind and not self._kept_texts.is_trusted(kind):
+                    self._kept_texts.learn(kind, sample, kept, loaded)
+            return self._check(sample, is_faked)
         except VlmStreamError:
             raise
         except Exception as error:  # processors and templates raise anything on content they do not accept

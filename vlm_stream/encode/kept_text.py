@@ -19,6 +19,7 @@ import json
 import logging
 import struct
 import zlib
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import crc32c
@@ -122,20 +123,19 @@ def unpack_text(value: Any, key: str) -> KeptText | None:
         inflate = zlib.decompressobj()
         data = inflate.decompress(base64.b64decode(value["ids"]), _MAX_TOKENS * 4)
         ids = np.frombuffer(data, "<u4").astype(np.int64)
-        edges = np.array(value["learned"], dtype=np.int64)
-        if inflate.unconsumed_tail:
+        if inflate.unconsumed_tail or not isinstance(value["learned"], list):
             return None
-        return _assemble(ids, edges, value.get("fake"))
+        return _assemble(ids, value["learned"], value.get("fake"))
     except (KeyError, TypeError, ValueError, OverflowError, zlib.error):
         return None
 
 
-def _assemble(ids: Ints, edges: Ints, fake: Any) -> KeptText | None:
+def _assemble(ids: Ints, edges: list[int], fake: Any) -> KeptText | None:
     """Return the text of its parts, or None where they do not fit each other."""
-    if len(edges) % 2 or (np.diff(edges, prepend=0, append=len(ids)) < 0).any():
+    if len(edges) % 2 or any(end < begin for begin, end in pairwise([0, *edges, len(ids)])):
         return None
     is_learned = np.zeros(len(ids), dtype=bool)
-    for begin, end in edges.reshape(-1, 2).tolist():
+    for begin, end in zip(edges[::2], edges[1::2], strict=True):
         is_learned[begin:end] = True
     if fake is None:
         return KeptText(ids, is_learned)
@@ -167,7 +167,7 @@ def text_from_bytes(data: bytes | memoryview, conversation: Conversation) -> Kep
         if 4 * len(numbers) != num_bytes or inflate.unconsumed_tail:
             return None
         ids, edges, fake = np.split(numbers, [num_ids, num_ids + num_edges])
-        return _assemble(ids, edges, fake.tolist() if num_fake else None)
+        return _assemble(ids, edges.tolist(), fake.tolist() if num_fake else None)
     except (struct.error, TypeError, ValueError, OverflowError, RecursionError, zlib.error):
         return None
 
@@ -184,7 +184,10 @@ class KeptTextReader:
         """Take the processor, and what makes pixels of images as its image part does."""
         self._make_pixels = make_pixels
         self._geometry = Geometry.from_processor(processor)
-        self._placeholders = np.array(sorted(placeholder_ids(processor)), dtype=np.int64)
+        placeholders = [token_id for token_id in placeholder_ids(processor) if token_id >= 0]
+        self._is_placeholder = np.zeros(max(placeholders, default=0) + 2, dtype=bool)
+        """By id; the last is for all higher ones."""
+        self._is_placeholder[placeholders] = True
         self._keys: dict[str, tuple[str, ...]] = {}
         """Keys of a sample, for each kind."""
         self._image_type = 0
@@ -192,26 +195,21 @@ class KeptTextReader:
         self._num_compared: dict[str, int] = {}
 
     def kind_of(self, loaded: LoadedMedia, *, is_faked: bool) -> str:
-        """Return `text`, `images` or `a fake image`, or nothing for samples whose text is not kept."""
+        """Return `text`, `images` or `a fake image`; nothing where the text is not kept, or was found to differ."""
         if loaded.videos or loaded.audios or (loaded.images and not repeats_one_token(self._geometry.image)):
             return ""
-        if is_faked:
-            return "a fake image"
-        return "images" if loaded.images else "text"
+        kind = "a fake image" if is_faked else "images" if loaded.images else "text"
+        return kind if self._num_compared.get(kind, 0) >= 0 else ""
 
     def is_trusted(self, kind: str) -> bool:
         """Tell whether enough samples of a kind were compared."""
         return self._num_compared.get(kind, 0) >= _NUM_COMPARED
 
-    def is_tried(self, kind: str) -> bool:
-        """Tell whether no sample of a kind was found to differ."""
-        return bool(kind) and self._num_compared.get(kind, 0) >= 0
-
     def learn(self, kind: str, sample: dict[str, Any], kept: KeptText, loaded: LoadedMedia) -> None:
         """Compare a sample that was encoded in full with what is read of its kept text."""
         if kind not in self._keys:
             self._keys[kind] = tuple(sample)
-            is_image = np.isin(sample["input_ids"].numpy(), self._placeholders)
+            is_image = self._is_placeholder.take(sample["input_ids"].numpy(), mode="clip")
             for key in _TYPE_KEYS & sample.keys() if is_image.any() else ():
                 self._image_type = int(sample[key].numpy()[is_image][0])
         try:
@@ -228,7 +226,7 @@ class KeptTextReader:
         import torch
 
         ids, is_learned, _ = kept
-        places = np.flatnonzero(np.isin(ids, self._placeholders))
+        places = np.flatnonzero(self._is_placeholder.take(ids, mode="clip"))
         if len(places) != len(loaded.images):
             return None
         types = np.zeros(len(ids), dtype=np.int64)

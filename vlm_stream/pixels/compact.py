@@ -75,11 +75,9 @@ class Uint8Part:
         image_std: Any,
     ) -> torch.Tensor:
         """Leave the bytes as they are, without the fourth channel of views, and note what was to be done."""
-        # Computed as the original computes it, in float32: finished pixels then come out the same.
-        unit = 1.0 / rescale_factor if do_rescale else 1.0
-        mean = torch.tensor(_per_channel(image_mean) if do_normalize else (0.0,) * _CHANNELS) * unit
-        std = torch.tensor(_per_channel(image_std) if do_normalize else (1.0,) * _CHANNELS) * unit
-        self._undone.spec = PartSpec(layout=self._layout, repeat=1, mean=tuple(mean.tolist()), std=tuple(std.tolist()))
+        means = _per_channel(image_mean) if do_normalize else (0.0,) * _CHANNELS
+        stds = _per_channel(image_std) if do_normalize else (1.0,) * _CHANNELS
+        self._undone.spec = _undone_spec(self._layout, 1.0 / rescale_factor if do_rescale else 1.0, means, stds)
         colours = images[..., :_CHANNELS, :, :]
         return colours if self._layout == "patches" else colours.contiguous()
 
@@ -90,6 +88,15 @@ def make_uint8_part(part: Any, mixin: type[Uint8Part], undone: Undone) -> Any:
     copied: Any = object.__new__(kind)
     copied.__dict__ = part.__dict__  # shared: a setting that is changed later holds for both
     return copied
+
+
+@lru_cache(maxsize=16)
+def _undone_spec(
+    layout: Literal["patches", "planes"], unit: float, means: tuple[float, ...], stds: tuple[float, ...]
+) -> PartSpec:
+    """Compute as the original computes it, in float32: finished pixels then come out the same."""
+    mean, std = ((torch.tensor(values) * unit).tolist() for values in (means, stds))
+    return PartSpec(layout=layout, repeat=1, mean=tuple(mean), std=tuple(std))
 
 
 def _per_channel(value: Any) -> tuple[float, ...]:
@@ -148,10 +155,22 @@ def cut_patches(images: torch.Tensor, patch_size: int, merge_size: int) -> torch
     """
     num_images, num_channels, height, width = images.shape
     rows, columns = height // patch_size // merge_size, width // patch_size // merge_size
-    lines = images.contiguous().numpy().view(np.dtype((np.void, patch_size)))  # [images, channels, height, columns]
+    lines = _planes(images).view(np.dtype((np.void, patch_size)))  # [images, channels, height, columns]
     lines = lines.reshape(num_images, num_channels, rows, merge_size, patch_size, columns, merge_size)
     patches = np.ascontiguousarray(lines.transpose(0, 2, 5, 3, 6, 1, 4))
     return torch.from_numpy(patches.view(np.uint8).reshape(num_images, -1, num_channels * patch_size**2))
+
+
+def _planes(images: torch.Tensor) -> Any:
+    """Return images plane by plane; of four bytes a pixel, the colours are taken out of numbers, not byte by byte."""
+    num_images, num_channels, height, width = images.shape
+    if images.stride()[1:] != (1, 4 * width, 4):
+        return images.contiguous().numpy()
+    pixels = images.as_strided((num_images, height, width, 4), (images.stride(0), 4 * width, 4, 1)).numpy()
+    planes = np.empty((num_images, num_channels, height, width), np.uint8)
+    for channel in range(num_channels):
+        np.right_shift(pixels.view("<u4")[..., 0], 8 * channel, out=planes[:, channel], casting="unsafe")
+    return planes
 
 
 COMPACT_FAMILIES: Final = ("gemma3", "glm46v", "internvl", "qwen2_5_vl", "qwen2_vl", "qwen3_omni_moe", "qwen3_vl")

@@ -11,15 +11,19 @@ string under `PIXEL_SPEC_KEY`: queues, pinning, `torch.save` and trainers leave 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, Final, Literal, overload
+from typing import Any, Final, Literal, TypeVar, overload
 
 import torch
 
 from vlm_stream.errors import ConfigError
 from vlm_stream.keys import PIXEL_KEYS, PIXEL_SPEC_KEY
+
+Item = TypeVar("Item")
 
 DEFAULT_DTYPE: Final = torch.bfloat16
 _ROWS_IN_CACHE: Final = 512
@@ -51,12 +55,17 @@ class PixelSpec:
 
     def dump(self) -> str:
         """Return the spec as a string; numbers come back exactly."""
-        return json.dumps({key: asdict(part) for key, part in self.parts})
+        return _dump(self)
 
     @staticmethod
     def load(text: str) -> PixelSpec:
         """Return the spec that `dump` wrote."""
         return _load(text)
+
+
+@lru_cache(maxsize=16)
+def _dump(spec: PixelSpec) -> str:
+    return json.dumps({key: asdict(part) for key, part in spec.parts})
 
 
 @lru_cache(maxsize=16)
@@ -76,21 +85,25 @@ def carry_spec(samples: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     Raises:
         ConfigError: Some pixels are compact and others are not, or they are to be finished differently.
     """
-    with_pixels = [sample for sample in samples if any(sample.get(name) is not None for name in PIXEL_KEYS)]
+    texts = {
+        sample.get(PIXEL_SPEC_KEY) for sample in samples if any(sample.get(name) is not None for name in PIXEL_KEYS)
+    }
+    known = [text for text in texts if text is not None]
+    if not known:
+        return {}
+    if len(texts) == 1:
+        return {PIXEL_SPEC_KEY: known[0]}
     merged: dict[str, PartSpec] = {}
-    for sample in with_pixels:
-        text = sample.get(PIXEL_SPEC_KEY)
-        parts = dict(PixelSpec.load(text).parts) if text is not None else {}
-        if (text is None) != (with_pixels[0].get(PIXEL_SPEC_KEY) is None) or any(
-            merged.get(key, part) != part for key, part in parts.items()
-        ):
+    for text in known:
+        parts = dict(PixelSpec.load(text).parts)
+        if None in texts or any(merged.get(key, part) != part for key, part in parts.items()):
             raise ConfigError(
                 "The samples of one batch hold pixels of different kinds (compact and full, or normalised in different "
                 "ways), so joining them would mix bytes with finished values. Encode all of them with one processor "
                 "and one value of pixels=."
             )
         merged |= parts
-    return {PIXEL_SPEC_KEY: PixelSpec(parts=tuple(sorted(merged.items()))).dump()} if merged else {}
+    return {PIXEL_SPEC_KEY: PixelSpec(parts=tuple(sorted(merged.items()))).dump()}
 
 
 def finish_pixels(
@@ -140,6 +153,10 @@ class FinishedOnRead(Sequence[Any]):
         self._key = key
         self._dtype = dtype
         self._spec = spec
+
+    def with_chunks(self, chunks: Sequence[Any]) -> FinishedOnRead:
+        """Return the same of other chunks."""
+        return FinishedOnRead(chunks, self._key, self._dtype, self._spec)
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -210,10 +227,70 @@ def _finish_value(key: str, value: Any, dtype: torch.dtype, spec: PixelSpec | No
 def _move(value: Any, device: torch.device | None) -> Any:
     if device is None:
         return value
+    is_late = device.type == "cuda"  # elsewhere a copy that is not waited for may be read too early
+    return _each_tensor(value, lambda tensor: tensor.to(device, non_blocking=is_late))
+
+
+def _each_tensor(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a value with each tensor replaced by what the function makes of it; what holds none stays what it is."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=device.type == "cuda")  # elsewhere the copy may be read too early
+        return function(value)
+    if isinstance(value, FinishedOnRead):
+        return value.with_chunks(_each_tensor(value.chunks, function))
     if isinstance(value, Mapping):
-        return {key: _move(one, device) for key, one in value.items()}
-    if isinstance(value, (list, tuple)) and any(isinstance(one, (torch.Tensor, list, tuple)) for one in value):
-        return [_move(one, device) for one in value]
+        return {key: _each_tensor(one, function) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        changed = [_each_tensor(one, function) for one in value]
+        return value if all(map(operator.is_, changed, value)) else changed
     return value
+
+
+class DeviceFeed:
+    """Moves batches to one device and finishes their pixels there, while the trainer works on the one before.
+
+    On CUDA a batch is pinned, copied and finished on a stream of its own; the trainer's stream waits for it only when
+    it takes the batch. Elsewhere there is nothing to overlap, and a batch is finished when it is taken.
+    """
+
+    def __init__(self, device: torch.device | str, dtype: torch.dtype | str = DEFAULT_DTYPE) -> None:
+        self.device = torch.device(device)
+        found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise ConfigError(
+                f"dtype is {dtype!r}, which is no floating-point dtype of torch, so pixels cannot be finished in it; "
+                "use 'bfloat16', 'float16' or 'float32'"
+            )
+        self.dtype = found
+        self.depth = 1 if self.device.type == "cuda" else 0
+        """Batches that are sent ahead of the one that the trainer takes."""
+        self._stream: Any = None
+
+    def batches(
+        self, items: Iterable[Item], batch_of: Callable[[Item], Mapping[str, Any]]
+    ) -> Iterator[tuple[Item, dict[str, Any]]]:
+        """Yield each item with its finished batch, in order."""
+        sent: deque[tuple[Item, dict[str, Any], Any]] = deque()
+        for item in items:
+            sent.append((item, *self._send(batch_of(item))))
+            if len(sent) > self.depth:
+                yield self._take(*sent.popleft())
+        while sent:
+            yield self._take(*sent.popleft())
+
+    def _send(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        if self.device.type != "cuda":
+            return finish_pixels(batch, self.device, self.dtype), None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        pinned = _each_tensor(batch, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
+        with torch.cuda.stream(self._stream):
+            finished = finish_pixels(pinned, self.device, self.dtype)
+            return finished, self._stream.record_event()
+
+    def _take(self, item: Item, batch: dict[str, Any], sent: Any) -> tuple[Item, dict[str, Any]]:
+        if sent is not None:
+            trainer = torch.cuda.current_stream(self.device)
+            trainer.wait_event(sent)
+            # The allocator must not hand this memory to the side stream again while the trainer's stream uses it.
+            _each_tensor(batch, lambda tensor: tensor.record_stream(trainer) if tensor.is_cuda else None)
+        return item, batch
