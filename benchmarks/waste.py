@@ -1,12 +1,14 @@
-"""What one builder wastes: Python between the C, page faults, and how far it is from the bare limit.
+"""What one builder wastes: Python between the C, copies of memory, page faults, and how far it is from the bare limit.
 
     python benchmarks/waste.py            # some four minutes; --quick: one
 
 Everything is measured in one run, on one thread, as processor time: of the mixtures of `peers/data.py`, packed to 8,192
-tokens, shards on a local disk. Three tables:
+tokens, shards on a local disk. Four tables:
 
 * stages: milliseconds a sample of each part of a builder without what it calls, for text (tokenised again, and as
   conversion has kept it) and for the image mixture (full and compact pixels); `threads` run beside it (files);
+* copies: every operation of torch, numpy and Pillow that writes 64 kB or more while one batch of pictures is built in a
+  process of its own and sent, by stage; and what of it the receiver copies;
 * faults: page faults a batch of a worker and of the trainer, and the trainer's processor time a batch;
 * limit: the pictures of the mixture decoded and resized in C alone, against the builder that makes batches of them.
 """
@@ -14,6 +16,8 @@ tokens, shards on a local disk. Three tables:
 from __future__ import annotations
 
 import argparse
+import io
+import multiprocessing
 import os
 import random
 import resource
@@ -25,19 +29,25 @@ from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import vlm_stream.build.builder as builder_room
 import vlm_stream.build.rows as rows_room
 import vlm_stream.encode.encoder as encoder_room
+import vlm_stream.media.image as image_room
 from benchmarks.peers.data import _WORDS, make_raw
 from vlm_stream import StreamLoader
 from vlm_stream.allocator import keep_freed_memory
+from vlm_stream.blocks import BlockReader, offer_blocks
 from vlm_stream.convert import make_shards
 from vlm_stream.iteration import Plan
 from vlm_stream.media import decode_image
@@ -166,6 +176,131 @@ def report_stages(title: str, shards: str, processor: Any, num_samples: int, **o
     return whole
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a value."""
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+
+
+class Copies(TorchDispatchMode):
+    """Notes each large write, by stage and operation."""
+
+    def __init__(self, stages: Stages) -> None:
+        super().__init__()
+        self.found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+        self._stages = stages
+
+    def note(self, operation: str, num_bytes: int) -> None:
+        """Count a write that is large."""
+        if num_bytes >= LARGE_BYTES:
+            entry = self.found[self._stages.stack[-1], operation]
+            entry[0] += 1
+            entry[1] += num_bytes
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        places = {each.untyped_storage().data_ptr() for each in tensors_of((args, kwargs))}
+        makes_none = any(word in str(function) for word in ("empty", "set_."))
+        for each in () if makes_none else tensors_of(out):
+            if function._schema.is_mutable or each.untyped_storage().data_ptr() not in places:
+                self.note(str(function), each.nbytes)
+        return out
+
+    def of_numpy(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of numpy whose result is noted where it is not its argument's memory."""
+
+        def noting(value: Any, *args: Any, **kwargs: Any) -> Any:
+            out = function(value, *args, **kwargs)
+            if not (isinstance(value, np.ndarray) and np.may_share_memory(value, out)):
+                self.note(f"numpy.{function.__name__}", out.nbytes)
+            return out
+
+        return noting
+
+
+def count_copies(shards: str, processor: Any, pixels: str, connection: Any) -> None:
+    """Build one batch as a worker does, and send it with what was written for it."""
+    torch.set_num_threads(1)
+    blocks = offer_blocks()
+    blocks.is_welcome = True
+    loader = open_loader(shards, processor, pixels=pixels)
+    stages = Stages()
+    copies = Copies(stages)
+    results = Reading.results
+
+    def noting_results(reading: Any) -> Any:
+        fetched = [future.result().data for _, future in reading._requests]
+        places = [(np.frombuffer(data, np.uint8).ctypes.data, len(data)) for data in fetched]
+        for _, size in places:
+            copies.note("read from the store", size)
+        found = results(reading)
+        for members in found:
+            for view in members.values():
+                at = np.frombuffer(view, np.uint8).ctypes.data if len(view) else 0
+                if not any(begin <= at < begin + size for begin, size in places):
+                    copies.note("cut members", len(view))
+        return found
+
+    def noting_decode(*args: Any, **kwargs: Any) -> Any:
+        image = decode(*args, **kwargs)
+        copies.note("Pillow: decode", 4 * image.width * image.height)
+        return image
+
+    def noting_file(data: Any) -> Any:
+        file = io.BytesIO(data)
+        if not np.may_share_memory(np.frombuffer(file.getbuffer(), np.uint8), np.frombuffer(data, np.uint8)):
+            copies.note("io.BytesIO", len(data))
+        return file
+
+    batches = iter(loader)
+    for _ in range(8):  # until kept text is trusted
+        next(batches)
+    decode = load_room.decode_image
+    with ExitStack() as stack:
+        for owner, name, new in (
+            (Reading, "results", noting_results),
+            (load_room, "decode_image", noting_decode),
+            (image_room, "io", SimpleNamespace(BytesIO=noting_file)),
+            (np, "ascontiguousarray", copies.of_numpy(np.ascontiguousarray)),
+            (np, "array", copies.of_numpy(np.array)),
+            (np, "stack", copies.of_numpy(np.stack)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, new))
+        stack.enter_context(stages.watching())
+        stack.enter_context(copies)
+        batch = next(batches)
+        data = multiprocessing.reduction.ForkingPickler.dumps(dict(batch))
+    connection.send_bytes(data)
+    connection.send((dict(copies.found), len(data)))
+    connection.recv()  # the receiver has read the blocks
+
+
+def report_copies(shards: str, processor: Any, pixels: str) -> None:
+    """Print what is written for one batch, in its builder and where it arrives."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    child = context.Process(target=count_copies, args=(shards, processor, pixels, there), daemon=True)
+    child.start()
+    there.close()
+    reader = BlockReader(child.pid)
+    stages = Stages()
+    stages.stack = ["trainer"]
+    received = Copies(stages)
+    with received:
+        data = here.recv_bytes()
+        batch = multiprocessing.reduction.ForkingPickler.loads(data)
+    found, num_sent = here.recv()
+    received.note("read from the pipe", num_sent)
+    here.send(None)
+    child.join()
+    reader.close()
+    num_bytes = sum(value.nbytes for value in tensors_of(batch))
+    found |= received.found
+    total = sum(size for _, size in found.values())
+    print(f"\ncopies, {pixels} pixels: {total / 1e6:.1f} MB written for a batch of {num_bytes / 1e6:.1f} MB")
+    for (stage, operation), (number, size) in found.items():
+        print(f"  {stage:28}{operation:46}{number:5} x {size / number / 1e6:8.3f} MB = {size / 1e6:8.2f} MB")
+
+
 def report_faults(shards: str, processor: Any, pixels: str, num_batches: int) -> None:
     """Print page faults of worker and trainer, and what the trainer's process does, a batch."""
     loader = open_loader(shards, processor, pixels=pixels, num_workers=1)
@@ -234,7 +369,7 @@ def main() -> None:
     """Measure everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer samples")
-    parser.add_argument("--only", choices=("stages", "faults", "limit"), help="one of the tables")
+    parser.add_argument("--only", choices=("stages", "copies", "faults", "limit"), help="one of the tables")
     parser.add_argument("--folder", type=Path, help="where data stay for the next run; by default they are removed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -254,6 +389,9 @@ def main() -> None:
             print(f"  {again / report_stages('text, kept', shards['kept'], processor, num_texts):.2f} times faster")
             for pixels in ("full", "compact"):
                 report_stages(f"images, {pixels}", shards["images"], processor, 2 * num_images, pixels=pixels)
+        if only in (None, "copies"):
+            report_copies(shards["images"], processor, "full")
+            report_copies(shards["images"], processor, "compact")
         if only in (None, "limit"):
             report_limit(shards["images"], processor, num_images, rounds)
 

@@ -40,3 +40,9 @@ def test_rows_of_different_size_end_with_zeros_in_shared_memory_too():
     was_shared, joined = join_elsewhere(rows, daemon=True)
     assert was_shared
     assert torch.equal(joined, join_rows("pixel_values", rows))
+
+
+def test_what_is_joined_already_is_not_copied_again(monkeypatch):
+    monkeypatch.setattr("vlm_stream.collate.media._is_for_parent", lambda _: True)  # as in a worker
+    pack = join_rows("pixel_values", [torch.randn(900, 400), torch.randn(100, 400)])
+    assert join_rows("pixel_values", [pack]).data_ptr() == pack.data_ptr()

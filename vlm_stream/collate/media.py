@@ -98,7 +98,7 @@ def _cat_padded(name: str, values: Sequence[torch.Tensor], dtype: torch.dtype) -
 
     Rows that differ in size (tiles of an image) end with zeros, as processors pad a batch.
     """
-    if len(values) == 1 and not _is_for_parent(values[0].nbytes):
+    if len(values) == 1:  # in memory that the parent maps already, or it is copied there when it is sent
         return values[0].to(dtype)
     shapes = {tuple(value.shape[1:]) for value in values}
     if len({len(shape) for shape in shapes}) > 1:
