@@ -117,7 +117,8 @@ def test_lost_actors_and_nodes_lose_no_batch(cluster, toy_shards, caplog):
             wait_for(lambda before=before: min(before) not in actor_pids(loader))
         if len(found) == 60:
             cluster.remove_node(spot, allow_graceful=False)
-            wait_for(lambda: not actor_pids(loader))  # now there is nobody but the process here
+            # Now there is nobody but the process here, and the dispatcher knows it.
+            wait_for(lambda: not actor_pids(loader) and loader.metrics()["worker_restarts"] >= 2)
     assert found == expected
     assert loader.metrics()["worker_restarts"] >= 2
     assert "others build its batches" in caplog.text

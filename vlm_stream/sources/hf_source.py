@@ -201,6 +201,7 @@ class MixedSource(Sequence[dict[str, Any]]):
         return self.sources[source][row]
 
     def read(self, index: int) -> Record:
+        """Return one record; raise `BadSampleError` when it cannot be mapped."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of source '{self.name}', which has {len(self)}")
         source, row = map(int, self.order[index])

@@ -93,6 +93,7 @@ class DataFile:
         return f"{self.file.size_bytes} {crc}"
 
     def raw(self, number: int) -> bytes:
+        """Return a record as it stands in the file."""
         return self.file.read_at(int(self.spans.begins[number]), int(self.spans.sizes[number]))
 
     def where(self, number: int) -> str:

@@ -93,6 +93,7 @@ class SourceGroup:
         return np.concatenate([end + begin for end, begin in zip(own, [0, *self._ends[:-1].tolist()], strict=True)])
 
     def read(self, index: int) -> Record:
+        """Return one record; raise `BadSampleError` when it cannot be mapped."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of source '{self.name}', which has {len(self)}")
         which = int(np.searchsorted(self._ends, index, side="right"))
