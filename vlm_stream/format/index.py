@@ -255,6 +255,8 @@ class ShardIndex:
     def _items(self, kind: str, row: int) -> list[tuple[Any, ...]]:
         splits, columns = getattr(self.columns, kind)
         begin, end = splits.item(row), splits.item(row + 1)
+        if begin == end:  # of most kinds a sample has none
+            return []
         return list(zip(*(values[begin:end].tolist() for values in columns.values()), strict=True))
 
 
