@@ -40,7 +40,7 @@ _TEXTS: Final = 64
 """Samples whose texts are read at a time."""
 _MAX_LOOKED: Final = 4096
 """Samples whose texts are read for a page."""
-_DISK_SECONDS: Final = 0.2
+_DISK_SECONDS: Final = 0.12
 _STORE_SECONDS: Final = 0.8
 _MAX_SCANNED: Final = 4_000_000
 """Samples that histograms are made of: of larger datasets some shards are left out, evenly."""
