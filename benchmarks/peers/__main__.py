@@ -33,8 +33,11 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only write RESULTS.md and the README's table")
     parser.add_argument("--core-hour", type=float, default=Prices.core_hour, help="its price, for the cost of tokens")
     parser.add_argument("--gb", type=float, default=Prices.gigabyte, help="price of a gigabyte that is fetched")
+    parser.add_argument(
+        "--requests", type=float, default=Prices.thousand_requests, help="price of 1,000 requests to the store"
+    )
     args = parser.parse_args()
-    prices = Prices(args.core_hour, args.gb)
+    prices = Prices(args.core_hour, args.gb, args.requests)
     kept = args.results or HERE.parent / "results.json"
     if args.report:
         if not (results := load_results(kept)):

@@ -25,6 +25,8 @@ class Prices:
     core_hour: float = 0.04
     gigabyte: float = 0.02
     """Fetched from the object store."""
+    thousand_requests: float = 0.0004
+    """To it."""
 
 
 @dataclass(frozen=True)

@@ -184,9 +184,10 @@ CLIPS = Question(
 )
 S3 = Question(
     "What if the data are on S3, with 30 ms for each request?",
-    "Here neighbours are read by one request, many at a time, and of clips only what picked frames need. MosaicML "
-    "Streaming and LitData download whole shards before the first sample, WebDataset starts a command for each shard, "
-    "Lance asks for rows.",
+    "Here each sample of a shuffled epoch is a request of its own, many at a time, and of long clips only what picked "
+    "frames need is asked for. MosaicML Streaming and LitData download whole shards before the first sample, "
+    "WebDataset starts a command for each shard, Lance asks for rows; what it has asked for before the first pack "
+    "counts for nobody, so that its bytes are fewer.",
     measure_s3,
     _s3_rows,
 )
