@@ -1,7 +1,7 @@
 """Toy data on disk and on a real S3 server under chaos: `python -m tests.chaos --minutes N --seed S [--out FILE]`.
 
 The last table is that of both together, in Markdown as docs/chaos.md has it. It ends with exit code 1 if anything was
-lost, repeated or silent.
+lost, repeated, silent or out of order, or hung; with 3 if all that went wrong is how a run ended.
 """
 
 import argparse
@@ -109,7 +109,16 @@ def main():
         print(markdown(together(list(reports.values()))))
     if args.out is not None:
         args.out.write_text(json.dumps({where: report.to_dict() for where, report in reports.items()}, indent=1))
-    return 0 if all(report.is_good for report in reports.values()) else 1
+    return exit_code(list(reports.values()))
+
+
+def exit_code(reports):
+    if all(report.is_good for report in reports):
+        return 0
+    total = together(reports).total
+    words = (f": {kind}: " for kind in ("OrderError", "HangError"))
+    is_grave = any(word in note for word in words for report in reports for note in report.notes)
+    return 1 if is_grave or total.lost or total.repeated or total.silent else 3
 
 
 def tell(line):

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from tests.chaos.__main__ import markdown, together
+from tests.chaos.__main__ import exit_code, markdown, together
 from vlm_stream.chaos import ChaosOptions, Report, Row, run_chaos
 from vlm_stream.chaos.checker import Checker, OrderError, digest_of
 from vlm_stream.chaos.crew import EndedError, HangError
@@ -211,3 +211,19 @@ def test_real_faults_are_survived_and_the_table_says_so(toy_shards, capsys):
     times = Counter({row["fault"]: row["times"] for row in report["rows"]})
     assert times["builder: kill -9"]
     assert times["trainer: kill -9"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "note", "code"),
+    [
+        ({"survived": 2}, "", 0),
+        ({"survived": 1}, "fault 1 (shard): EndedError: rank 0: ImportError", 3),
+        ({"survived": 1}, "fault 1 (shard): OrderError: not the next batch", 1),
+        ({"survived": 1}, "fault 1 (shard): HangError: nothing came", 1),
+        ({"survived": 1, "lost": 1}, "", 1),
+        ({"survived": 2, "silent": 1}, "", 1),
+    ],
+)
+def test_only_an_end_of_a_run_is_worth_another_try(numbers, note, code):
+    good = Report(1, rows=[Row("builder", times=1, survived=1)])
+    assert exit_code([good, Report(1, rows=[Row("shard", times=2, **numbers)], notes=[note])]) == code
