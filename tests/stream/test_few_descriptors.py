@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from vlm_stream import StreamLoader
-from vlm_stream.errors import BadSampleError, StorageError, blame_sample
+from vlm_stream.dispatch.pool import Failure
+from vlm_stream.errors import BadSampleError, StorageError, WorkerError, blame_sample
 from vlm_stream.storage import open_store
 
 
@@ -95,6 +97,13 @@ def test_whatever_part_of_a_run_lacks_descriptors_the_sentence_is_one(toy_shards
     loader = StreamLoader(str(toy_shards), processor=None, mode="plain", batch_size=2, collate_fn=collate)
     with pytest.raises(StorageError, match=r"a batch could not be made: .*ulimit -n 4096"):
         next(iter(loader))
+
+
+def test_a_panic_over_descriptors_is_the_same_sentence():
+    text = 'PanicException: called `Result::unwrap()`: Os { code: 24, message: "Too many open files" }'
+    assert re.search(r"a batch could not be made: .*ulimit -n 4096", str(Failure(None, text).to_error()))
+    assert isinstance(Failure(None, text).to_error(), StorageError)
+    assert isinstance(Failure(None, "PanicException: no").to_error(), WorkerError)
 
 
 SCRIPT = """

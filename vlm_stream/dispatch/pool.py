@@ -7,11 +7,13 @@ decides nothing: what is given to whom, and what happens after a loss, is the di
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
-from vlm_stream.errors import VlmStreamError, WorkerError
+from vlm_stream.errors import StorageError, VlmStreamError, WorkerError, say_no_descriptors
 
 if TYPE_CHECKING:
     from vlm_stream.blueprint import Blueprint, SampleRef
@@ -42,6 +44,8 @@ class Failure:
     def to_error(self) -> BaseException:
         """Return what the trainer raises."""
         if self.error is None:
+            if os.strerror(errno.EMFILE) in self.text:  # a library has panicked over it
+                return StorageError(say_no_descriptors("a batch could not be made"))
             return WorkerError(
                 f"a worker failed, so the run ends here; its state is good. The worker's traceback:\n{self.text}"
             )
