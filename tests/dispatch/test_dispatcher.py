@@ -162,6 +162,7 @@ def test_a_worker_that_stops_loses_its_batch_to_another_one(tmp_path):
 def quick_doubt(monkeypatch):
     """Let a minute be short."""
     monkeypatch.setattr(schedule, "_ALONE", Limit(10.0, 0.5))
+    monkeypatch.setattr(schedule, "_SUSPENDED_S", 0.5)
     monkeypatch.setattr(values, "_UNKNOWN_S", 0.5)
 
 

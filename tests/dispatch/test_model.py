@@ -64,7 +64,7 @@ class Table:
     def __init__(self, listener):
         self.listener = listener
         self.numbers = itertools.count()
-        self.starting, self.queues, self.ending, self.hung = {}, {}, {}, set()
+        self.starting, self.queues, self.ending, self.hung, self.asleep = {}, {}, {}, set(), set()
 
     def grow(self, *, is_reserve=False):
         number = next(self.numbers)
@@ -80,6 +80,9 @@ class Table:
 
     def stop(self, builder, why=""):
         self.ending[builder] = why
+
+    def suspended(self):
+        return self.asleep
 
     def pids(self):
         return []
@@ -98,6 +101,7 @@ class Table:
     def lose(self, builder, exit_code, *, blames=False):
         queue = self.queues.pop(builder)
         self.hung.discard(builder)
+        self.asleep.discard(builder)
         self.ending.pop(builder, None)
         noted = Noted(refs_in(queue[0][1])[0], 1.0) if blames and queue and refs_in(queue[0][1]) else None
         self.listener(Lost(builder, "died", exit_code, noted))
@@ -232,10 +236,18 @@ class Run(RuleBasedStateMachine):
             table.hung.add(builder)
 
     @rule(rank=picks, number=picks)
+    def suspend(self, rank, number):
+        table, builder = self.pick(rank, lambda table: table.queues, number)
+        if table is not None:
+            table.hung.add(builder)
+            table.asleep.add(builder)
+
+    @rule(rank=picks, number=picks)
     def wake(self, rank, number):
         table, builder = self.pick(rank, lambda table: table.hung, number)
         if table is not None:
             table.hung.discard(builder)
+            table.asleep.discard(builder)
 
     @rule(seconds=st.sampled_from([0.05, 0.5, 5.0, 30.0]))
     def pass_time(self, seconds):
@@ -282,7 +294,8 @@ class Run(RuleBasedStateMachine):
             assert set(schedule._builders) <= set(table.queues)
             for builder, queue in table.queues.items():
                 known = schedule.queued(builder)
-                assert [number for number, *_ in queue if number in known] == known
+                had = [number for number, *_ in queue if number in known]
+                assert had[len(had) - len(known) :] == known  # what a suspended one works on it may get again
 
     @invariant()
     def nothing_is_begun_twice_in_silence(self):

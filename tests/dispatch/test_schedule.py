@@ -196,6 +196,40 @@ def test_a_stopped_builder_costs_about_one_build_more_also_after_a_long_batch(nu
     assert run.longest_wait < 4 * 0.25
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_builder_that_is_seen_to_be_suspended_costs_one_build_more(seed):
+    draw = random.Random(seed)
+    run = Simulation([0.2 + 0.2 * draw.random() for _ in range(200)], 4, max_bytes=40)
+
+    def suspend(run):
+        if len(run.taken) == 100 and not run.stopped and run.schedule.is_waited_for:
+            run.stopped.update(run.schedule._batches[run.schedule.head].builders)
+        run.schedule.note_suspended(run.stopped, run.now)
+
+    run.run(suspend)
+    assert len(run.stopped) == 1
+    assert run.longest_wait <= 2 * 0.4
+
+
+def test_what_a_suspended_builder_has_is_given_to_others_and_it_may_come_back():
+    schedule = Schedule(1 << 40)
+    for number in range(2):
+        schedule.plan(1.0, 1, 1)
+        schedule.add_builder(number)
+    assert [(move.builder, move.number) for move in schedule.moves(0.0)] == [(0, 0), (1, 1)]
+    schedule.is_waited_for = True
+    assert schedule.note_suspended([0], 0.2) == []
+    assert [tuple(move)[:3] for move in schedule.moves(0.2)] == [(0, 0, True)]
+    schedule.finish(1, 1, 1.0, result=1, num_bytes=1, fetch_share=0.0)
+    schedule.plan(1.0, 1, 1)
+    assert [(move.builder, move.number) for move in schedule.moves(1.0)] == [(1, 0)]  # first what is waited for
+    assert schedule.num_twice == 1
+    assert schedule.note_suspended([0], 10.1) == []
+    assert schedule.note_suspended([0], 10.3) == [0]
+    assert schedule.finish(0, 0, 10.4, result=0, num_bytes=1, fetch_share=0.0)  # it went on, and was first after all
+    assert [(move.builder, move.number) for move in schedule.moves(10.4)] == [(0, 2)]
+
+
 @pytest.mark.parametrize("noise", [0.3, 0.7])
 @pytest.mark.parametrize("costs", [heavy(), lognormal()], ids=["heavy", "lognormal"])
 def test_estimates_that_are_off_make_few_second_copies(costs, noise):

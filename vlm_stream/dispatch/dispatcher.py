@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -337,6 +338,9 @@ class Dispatcher:
 
     def _look_for_hangs(self) -> None:
         now, hang_s = time.monotonic(), self._options.hang_s
+        for number in self._schedule.note_suspended(self._pool.suspended(), now):
+            self._doubted[number] = math.inf  # whatever it worked on is not to blame
+            self._pool.stop(number, "was suspended (SIGSTOP) and did not go on")
         silent = self._schedule.hung(now)
         if hang_s is None and (alone := self._schedule.left_alone(now, 2.0**self._num_replaced)) is not None:
             self._num_replaced += 1

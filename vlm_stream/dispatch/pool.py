@@ -128,6 +128,9 @@ class Pool(Protocol):
     def stop(self, builder: int, why: str = "") -> None:
         """End a builder, also one that is still being started. With a reason, as one that hangs: `Lost` follows."""
 
+    def suspended(self) -> list[int]:
+        """Return builders whose processes were told to stop (SIGSTOP), where that can be seen; they may go on again."""
+
     def pids(self) -> list[int]:
         """Return the process ids of the builders, where they have any here."""
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.blocks import BlockReader
 from vlm_stream.dispatch.pool import Finished, Joined, Lost
+from vlm_stream.dispatch.watchdog import SUSPENDED, state_of
 from vlm_stream.dispatch.worker import SampleNote, serve
 from vlm_stream.errors import ConfigError
 from vlm_stream.lifetimes import make_folder, remove_folder, say_exit, without_main
@@ -106,6 +107,10 @@ class ProcessPool:
         worker = self._workers.get(builder)
         if worker is not None:
             worker.end(why)
+
+    def suspended(self) -> list[int]:
+        workers = list(self._workers.items())
+        return [number for number, worker in workers if worker.is_alive and state_of(worker.process.pid) == SUSPENDED]
 
     def pids(self) -> list[int]:
         return [worker.process.pid for worker in list(self._workers.values()) if worker.is_alive]

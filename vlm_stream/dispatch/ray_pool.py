@@ -170,6 +170,10 @@ class RayPool:
         else:
             self._cancelled.add(builder)
 
+    def suspended(self) -> list[int]:
+        """Return those of the reserve: actors may be on other machines."""
+        return [] if self._local is None else self._local.suspended()
+
     def pids(self) -> list[int]:
         """Return the process ids of the reserve: actors may be on other machines."""
         return [] if self._local is None else self._local.pids()

@@ -9,6 +9,7 @@ The rules:
     queue     a builder is given more than one batch only as far as its queue stays short in seconds
     late      batches queued at a builder that takes far too long are given to others; the one that it is stuck in is
               given to a second builder, soonest where that is idle and somebody waits: the first result wins
+    suspended what a builder has whose process was told to stop goes to others at once; it may come back
     near      a builder is given batches whose bytes lie near to it, as far as others are not due yet
     reserve   builders kept in reserve work while the trainer waits, and when there are no others
     lent      a batch that a peer builds is waited for like one that a builder has; if it is late, it is built here
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vlm_stream.dispatch.values import Lateness, Limit, Move, QueuedBatch, ScheduledBuilder, Waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 _NEAR: Final = 2
 """Batches up to so many times the builders ahead are due soon."""
@@ -44,6 +45,8 @@ _HUNG: Final = Limit(5.0, 10.0)
 """Likewise, itself, when another builder has finished that batch; where no builder is free to go on, as a peer."""
 _ALONE: Final = Limit(10.0, 60.0)
 """Likewise, itself, when nobody is left who could build that batch."""
+_SUSPENDED_S: Final = 10.0
+"""A builder that is suspended for longer is replaced."""
 _MAX_AHEAD: Final = 1024
 _MAX_SAMPLES_AHEAD: Final = 16384
 _SMOOTHING: Final = 0.1
@@ -101,6 +104,14 @@ class Schedule:
         for number in self._pinned if gone is not None and gone.is_reserve else ():
             self._push(self._batches[number])  # for others, if none is left
 
+    def note_suspended(self, suspended: Collection[int], now: float) -> list[int]:
+        """Note which builders' processes the system has suspended; return those that it has for long."""
+        for number, builder in self._builders.items():
+            since = now if builder.suspended_at is None else builder.suspended_at
+            builder.suspended_at = since if number in suspended else None
+        begun = {number: self._builders[number].suspended_at for number in suspended if number in self._builders}
+        return [number for number, since in begun.items() if since is not None and now - since > _SUSPENDED_S]
+
     def pin(self, number: int) -> None:
         """Let only builders in reserve have a batch from now on."""
         batch = self._batches.get(number)
@@ -133,6 +144,7 @@ class Schedule:
         """
         worker = self._builders.get(builder)
         if worker is not None:
+            worker.suspended_at = None
             if worker.queue and worker.queue[0].number == number and not worker.queue[0].is_done:
                 self._lateness.saw(worker.queue[0].seconds, now - worker.since)
             worker.queue = deque(batch for batch in worker.queue if batch.number != number)
@@ -248,12 +260,13 @@ class Schedule:
 
     def _pop(self, builder: int) -> QueuedBatch | None:
         """Return the batch for a builder: the most urgent one that may be begun; the next to be taken may always be."""
-        first = self._waiting.first()
+        may_have_head = self._is_waiting(self.head)
+        first = None if may_have_head and self.is_waited_for else self._waiting.first()
         if first is not None and self._may_begin(first):
             batch = self._nearest(first, builder)
             self._waiting.remove(batch)
             return batch
-        return self._batches[self.head] if self._is_waiting(self.head) else None
+        return self._batches[self.head] if may_have_head else None
 
     def _may_begin(self, batch: QueuedBatch) -> bool:
         if self.size is not None:
@@ -355,12 +368,15 @@ class Schedule:
             if not builder.queue:
                 continue
             first, spent = builder.queue[0], now - builder.since
-            gives_up = not builder.is_open(now)
-            for batch in list(builder.queue)[1:]:
+            gives_up, is_suspended = not builder.is_open(now), builder.suspended_at is not None
+            self.num_twice += is_suspended and not first.is_done
+            for batch in list(builder.queue)[0 if is_suspended else 1 :]:
                 if gives_up or batch.is_done:
                     builder.queue.remove(batch)
                     yield Move(number, batch.number, is_drop=True)
                     self._release(batch, number)
+            if is_suspended:
+                continue
             second = None if first.is_done or len(first.builders) > 1 else self._helper(first, spent, now)
             if second is not None:
                 yield self._give(second, first, now)

@@ -106,6 +106,9 @@ class SharedPool:
     def stop(self, builder: int, why: str = "") -> None:
         self._pool.stop(builder, why)
 
+    def suspended(self) -> list[int]:
+        return self._pool.suspended()
+
     def pids(self) -> list[int]:
         return self._pool.pids()
 

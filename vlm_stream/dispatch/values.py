@@ -72,11 +72,13 @@ class ScheduledBuilder:
     """When it could begin with the first."""
     is_retiring: bool = False
     is_reserve: bool = False
+    suspended_at: float | None = None
+    """Since when its process does nothing, because the system was told so."""
 
     def is_open(self, now: float) -> bool:
         """Tell whether it may be given more: one that is stuck would keep it from others."""
-        if self.is_retiring or not self.queue:
-            return not self.is_retiring
+        if self.is_retiring or self.suspended_at is not None or not self.queue:
+            return not self.is_retiring and self.suspended_at is None
         return now - self.since <= _STUCK[0] * self.queue[0].seconds + _STUCK[1]
 
 

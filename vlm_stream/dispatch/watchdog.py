@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 SAY_S: Final = 60.0
 """A trainer that waits so long for one batch is told what it waits for."""
+SUSPENDED: Final = "T"
+"""The state of a process that was told to stop; one that a debugger holds has another."""
 _NAME: Final = "vlm-stream-stacks"
 _WAIT_S: Final = 1.0
 _POLL_S: Final = 0.02
@@ -124,7 +126,7 @@ def read_stacks(pid: int) -> str:
         )
         before = path.stat().st_size
         os.kill(pid, signal.SIGUSR2)
-        return _wait_for(path, before) or f"process {pid} does not answer ({_state(pid)})"
+        return _wait_for(path, before) or f"process {pid} does not answer ({_say_state(pid)})"
     except (OSError, StopIteration):
         return f"process {pid} has no stacks to show (it is gone, is being started, or this is not Linux)"
 
@@ -144,9 +146,18 @@ def _wait_for(path: Path, before: int) -> str:
     return text
 
 
-def _state(pid: int) -> str:
-    letter = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-    return {"T": "it is stopped", "D": "it waits for a disk", "Z": "it is dead"}.get(letter, f"its state is {letter}")
+def state_of(pid: int) -> str:
+    """Return the letter that the system has for a process's state; none where there is no such process, or no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _say_state(pid: int) -> str:
+    letter = state_of(pid)
+    known = {SUSPENDED: "it is stopped", "D": "it waits for a disk", "Z": "it is dead", "": "it is gone"}
+    return known.get(letter, f"its state is {letter}")
 
 
 def all_stacks(builders: list[int]) -> str:
