@@ -8,10 +8,12 @@ with that file, and one sample's bytes at a time; then what is wrong.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from crc32c import crc32c
 
 from vlm_stream.clips import (
@@ -24,21 +26,13 @@ from vlm_stream.clips import (
     parse_clip,
     spare_ranges,
 )
-from vlm_stream.conversation import Seconds, iter_media, named_frames, named_span
+from vlm_stream.conversation import Conversation, Seconds, iter_media, named_frames, named_span
+from vlm_stream.convert.media_bytes import MediaReader
 from vlm_stream.errors import BadSampleError, NotFoundError
+from vlm_stream.format import ShardIndex
 from vlm_stream.media import check_container, find_frames
-from vlm_stream.storage import crc32c_of, open_store
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Mapping
-
-    import numpy.typing as npt
-
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.convert.media_bytes import MediaReader
-    from vlm_stream.format import ShardIndex
-    from vlm_stream.storage import Span, Store, StoreOptions
-    from vlm_stream.tokens import MediaSizes, VideoSize
+from vlm_stream.storage import Span, Store, StoreOptions, crc32c_of, open_store
+from vlm_stream.tokens import MediaSizes, VideoSize
 
 _LEAST_BYTES: Final = 256 << 10
 """Smaller clips are fetched by one request in less time than a second request takes."""

@@ -8,15 +8,16 @@ left out of the index and named in the ledger.
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import crc32c
 
 from vlm_stream.convert.clip_tables import NO_TABLE, ClipTables, TableFile, find_clips, rest_checksums
-from vlm_stream.convert.counting import open_counter
+from vlm_stream.convert.counting import SampleCounter, open_counter
 from vlm_stream.convert.engines import LocalEngine, choose_workers
 from vlm_stream.convert.job import ShardPart, bad_sample, count_reasons, is_local, save_ledger
 from vlm_stream.convert.rows import NO_TEXT, SampleCounts, SampleRow, TextFile, check_fits_index, write_index
@@ -36,14 +37,8 @@ from vlm_stream.format import (
     save_manifest,
 )
 from vlm_stream.ledger import BadSample
-from vlm_stream.storage import Member, ObjectReader, expand_urls, open_store
+from vlm_stream.storage import Member, ObjectReader, Store, StoreOptions, expand_urls, open_store
 from vlm_stream.tokens import MediaSizes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from vlm_stream.convert.counting import SampleCounter
-    from vlm_stream.storage import Store, StoreOptions
 
 _BYTES_PER_SECOND: Final = 2e8
 """About what one process indexes."""

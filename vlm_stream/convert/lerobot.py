@@ -12,9 +12,11 @@ import json
 import re
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from vlm_stream.convert.foreign import IndexContext, IndexTask
 from vlm_stream.convert.job import ShardPart, bad_sample
 from vlm_stream.convert.media_bytes import KeptFile, MediaReader
 from vlm_stream.convert.rows import ShardWriter, check_fits_index, write_index
@@ -23,13 +25,7 @@ from vlm_stream.errors import BadSampleError, ConfigError, StorageError, blame_s
 from vlm_stream.format import read_groups
 from vlm_stream.ledger import BadSample
 from vlm_stream.sources import Record
-from vlm_stream.storage import open_store
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from vlm_stream.convert.foreign import IndexContext, IndexTask
-    from vlm_stream.storage import Store, StoreOptions
+from vlm_stream.storage import Store, StoreOptions, open_store
 
 _INFO: Final = "meta/info.json"
 _EPISODES: Final = "meta/episodes/"

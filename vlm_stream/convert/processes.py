@@ -18,16 +18,14 @@ import os
 import pickle
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vlm_stream.allocator import keep_freed_memory
 from vlm_stream.errors import VlmStreamError, hide_secrets
 from vlm_stream.lifetimes import die_with_parent, say_exit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NO_RECORD: Final = -1
 _LOG = logging.getLogger(__name__)

@@ -11,13 +11,16 @@ The tar as a whole gets a crc32c too: a sha256 of it would cost as much as readi
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
 import crc32c
 import numpy as np
 
+from vlm_stream.conversation import Conversation
 from vlm_stream.convert.clip_tables import NO_TABLE, TableFile, rest_checksums
+from vlm_stream.convert.sample import Sample
 from vlm_stream.convert.tar import END_OF_TAR, member_header, padding
 from vlm_stream.encode import text_to_bytes, unpack_text
 from vlm_stream.errors import BadSampleError, NotFoundError
@@ -26,6 +29,9 @@ from vlm_stream.format import (
     KEYFRAMES,
     MOST_OF_MEDIUM,
     TEXT_COLUMN,
+    FieldMap,
+    ShardEntry,
+    ShardIndex,
     are_tokens_short,
     clips_name,
     describe_shard,
@@ -35,17 +41,8 @@ from vlm_stream.format import (
     texts_name,
     write_table,
 )
-from vlm_stream.storage import Member, ObjectReader
-from vlm_stream.tokens import pack_steps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.convert.sample import Sample
-    from vlm_stream.format import FieldMap, ShardEntry, ShardIndex
-    from vlm_stream.storage import Store
-    from vlm_stream.tokens import MediaSizes
+from vlm_stream.storage import Member, ObjectReader, Store
+from vlm_stream.tokens import MediaSizes, pack_steps
 
 NO_TEXT: Final = (0, 0, 0)
 """Offset, size and crc32c of a sample whose tokens are not in the file."""

@@ -12,36 +12,27 @@ import os
 import posixpath
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 
-from vlm_stream.convert.counting import open_counter
-from vlm_stream.convert.job import JOB_FOLDER, ShardPart, bad_sample, is_local, part_name, sample_key, shard_name
-from vlm_stream.convert.media_bytes import MediaReader
+from vlm_stream.convert.counting import SampleCounter, open_counter
+from vlm_stream.convert.job import JOB_FOLDER, Ints, ShardPart, bad_sample, is_local, part_name, sample_key, shard_name
+from vlm_stream.convert.media_bytes import MediaReader, MediaRules
+from vlm_stream.convert.options import ShardOptions
 from vlm_stream.convert.processes import is_left_out, working_on
-from vlm_stream.convert.rows import ShardWriter, check_fits_index, write_all, write_index
-from vlm_stream.convert.sample import build_sample, sample_bytes_bound
+from vlm_stream.convert.rows import SampleCounts, ShardWriter, check_fits_index, write_all, write_index
+from vlm_stream.convert.sample import Sample, build_sample, sample_bytes_bound
 from vlm_stream.errors import BadSampleError, StorageError, blame_sample
 from vlm_stream.format import clips_name, index_name
 from vlm_stream.ledger import BadSample
-from vlm_stream.storage import open_store
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from vlm_stream.convert.counting import SampleCounter
-    from vlm_stream.convert.job import Ints
-    from vlm_stream.convert.media_bytes import MediaRules
-    from vlm_stream.convert.options import ShardOptions
-    from vlm_stream.convert.rows import SampleCounts
-    from vlm_stream.convert.sample import Sample
-    from vlm_stream.sources import Record, RecordSource
-    from vlm_stream.storage import Store, StoreOptions
+from vlm_stream.sources import Record, RecordSource
+from vlm_stream.storage import Store, StoreOptions, open_store
 
 _PROBE_SECONDS: Final = 0.5
 _NUM_PROBES: Final = 64

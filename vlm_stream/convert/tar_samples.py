@@ -9,18 +9,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from vlm_stream.convert.tar import TarGap, TarMember, iter_pieces, split_member_name
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.format import FieldMap, complete_fields, guess_fields, is_text_member
-from vlm_stream.storage import Member, ObjectReader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from vlm_stream.storage import Store
+from vlm_stream.storage import Member, ObjectReader, Store
 
 _Group: TypeAlias = list[tuple[str, TarMember]]
 """The members of one sample, with their names in it."""

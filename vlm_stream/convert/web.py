@@ -12,17 +12,15 @@ import functools
 import http.client
 import ipaddress
 import socket
+import ssl
 import threading
 import urllib.request
+from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from vlm_stream.errors import BadSampleError
-
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Callable
 
 PUBLIC: Final = "public"
 """Among hosts: any that has public addresses alone."""
