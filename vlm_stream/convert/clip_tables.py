@@ -1,15 +1,13 @@
-"""Tables of a sample's clips, made once while its bytes are at hand; the file of tables beside an index; its checks.
+"""Tables of a sample's clips, made once while its bytes are at hand; and their checks.
 
 Enters: a conversation whose items name members, the members' bytes and the sizes of the media. Leaves: the sample's
-tables, if it has a clip that is worth it, and their place in the shard's file of tables. For verification: an index
-with that file, and one sample's bytes at a time; then what is wrong.
+tables, if it has a clip that is worth it. For verification: an index with its file of tables, and one sample's bytes at
+a time; then what is wrong.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -22,7 +20,6 @@ from vlm_stream.clips import (
     SampleTable,
     cut_to_items,
     decode_sample,
-    encode_sample,
     parse_clip,
     spare_ranges,
 )
@@ -37,8 +34,6 @@ from vlm_stream.tokens import MediaSizes, VideoSize
 _LEAST_BYTES: Final = 256 << 10
 """Smaller clips are fetched by one request in less time than a second request takes."""
 
-NO_TABLE: Final = (0, 0, 0)
-"""Offset, size and crc32c of the tables of a sample that has none."""
 _COLUMNS: Final = ("offset", "size", "pts", "shown", "begins")
 _FACTS: Final = ("codec", "rate", "is_plain", "start")
 
@@ -50,27 +45,6 @@ class SampleClips(NamedTuple):
     clips: dict[str, ClipTable]
     gops: tuple[int, ...]
     """Of each video; 0: it has no table; below 0: of the part of a file that it shows."""
-
-
-@dataclass(slots=True)
-class TableFile:
-    """The tables of a shard's samples, one after the other."""
-
-    parts: list[bytes] = field(default_factory=list)
-    num_bytes: int = 0
-    whole: Counter[str] = field(default_factory=Counter)
-    """Clips without a table, by reason."""
-
-    def add(self, found: SampleClips, rest: tuple[int, ...]) -> tuple[int, int, int]:
-        """Append the tables of one sample; return offset, size and crc32c."""
-        data = encode_sample(SampleTable(found.items, found.clips, rest))
-        self.parts.append(data)
-        self.num_bytes += len(data)
-        return self.num_bytes - len(data), len(data), crc32c(data)
-
-    def to_bytes(self) -> bytes:
-        """Return the file; empty where no sample has tables."""
-        return b"".join(self.parts)
 
 
 class _Fit(NamedTuple):

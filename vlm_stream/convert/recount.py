@@ -22,7 +22,7 @@ from vlm_stream.convert.counting import ExactCounter, open_counter
 from vlm_stream.convert.engines import LocalEngine, choose_workers
 from vlm_stream.convert.in_place import open_dataset
 from vlm_stream.convert.job import Ints, bad_sample
-from vlm_stream.convert.rows import NO_TEXT, SampleCounts, TextFile, check_fits_index, recounted_index
+from vlm_stream.convert.rows import NOWHERE, SampleCounts, TextFile, check_fits_index, recounted_index
 from vlm_stream.convert.sample import picked_frames
 from vlm_stream.encode import Steps, kept_text_key
 from vlm_stream.errors import StorageError, blame_sample
@@ -103,14 +103,14 @@ class _Recounter:
         none = -1 if self.processor is None else 0
         counts = [SampleCounts(text, none) for text, _ in before]
         refused = []
-        kept, places = TextFile(self.fields), [NO_TEXT] * len(index)
+        kept, places = TextFile(fields=self.fields), [NOWHERE] * len(index)
         for row, texts in _iter_texts(tars, shard.name, index, range(len(index))):
             names = [member.name for member in index.members(row)]
             try:
                 conversation, own = read_sample(self.fields, names, texts)
                 counts[row], tokens = counter.count_and_keep(conversation, _sizes(index, row, conversation))
                 check_fits_index(counts[row].text_tokens, MediaSizes())
-                places[row] = kept.add(conversation, tokens, own, texts)
+                places[row] = kept.keep(conversation, tokens, own, texts)
             except Exception as error:  # tars made elsewhere hold anything
                 counts[row] = SampleCounts(before[row].text_tokens, none)
                 bad = blame_sample(error, "convert", "bad_form", "the sample cannot be counted")

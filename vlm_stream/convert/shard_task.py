@@ -26,7 +26,7 @@ from vlm_stream.convert.job import JOB_FOLDER, Ints, ShardPart, bad_sample, is_l
 from vlm_stream.convert.media_bytes import MediaReader, MediaRules
 from vlm_stream.convert.options import ShardOptions
 from vlm_stream.convert.processes import is_left_out, working_on
-from vlm_stream.convert.rows import SampleCounts, ShardWriter, check_fits_index, write_all, write_index
+from vlm_stream.convert.rows import SampleCounts, ShardWriter, check_fits_index, write_all
 from vlm_stream.convert.sample import Sample, build_sample, sample_bytes_bound
 from vlm_stream.errors import BadSampleError, StorageError, blame_sample
 from vlm_stream.format import clips_name, index_name
@@ -75,11 +75,17 @@ class ShardContext:
         Raises:
             BadSampleError: It cannot be used.
         """
-        sample = build_sample(record, self.reader, exif_rotate=self.options.exif_rotate)
-        known = record.extras.get("_text_tokens")
-        counts, tokens = self.counter.count_and_keep(sample.conversation, sample.sizes, known)
-        check_fits_index(counts.text_tokens, sample.sizes)
-        return sample.with_tokens(tokens), counts
+        return make_sample(record, self.reader, self.counter, exif_rotate=self.options.exif_rotate)
+
+
+def make_sample(
+    record: Record, reader: MediaReader, counter: SampleCounter, *, exif_rotate: bool = False
+) -> tuple[Sample, SampleCounts]:
+    """Return the sample of a record, with the tokens of its text if they are worth keeping, and what its text costs."""
+    sample = build_sample(record, reader, exif_rotate=exif_rotate)
+    counts, tokens = counter.count_and_keep(sample.conversation, sample.sizes, record.extras.get("_text_tokens"))
+    check_fits_index(counts.text_tokens, sample.sizes)
+    return sample.with_tokens(tokens), counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,17 +135,15 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
     """Write one shard and its index; return what the manifest has to know."""
     store = open_store(context.out, context.options.store)
     name = shard_name(task.number)
-    bad: list[BadSample] = []
     with _staged(store, name) as file:
         writer = ShardWriter(file)
         for record in task.records.tolist():
             with working_on(record):
-                _add_record(writer, context, record, bad)
+                _add_record(writer, context, record)
         crc32c = writer.finish()
     etag = None if is_local(store) else store.head(name).etag
     facts = {"num_bytes": writer.num_bytes, "crc32c": crc32c, "etag": etag}
-    entry = write_index(partial(_put, store), name, writer.rows, writer.tables, **facts)
-    part = ShardPart(number=task.number, entry=entry, bad=tuple(bad), whole=dict(writer.tables.whole))
+    part = writer.write(partial(_put, store), task.number, name, **facts)
     _put(store, part_name(task.number), part.to_json().encode())
     return part
 
@@ -150,7 +154,7 @@ def _open_reader(rules: MediaRules, options: StoreOptions | None) -> MediaReader
     return MediaReader(rules, options)
 
 
-def _add_record(writer: ShardWriter, context: ShardContext, number: int, bad: list[BadSample]) -> None:
+def _add_record(writer: ShardWriter, context: ShardContext, number: int) -> None:
     """Append one record to the shard, or note why not."""
     if is_left_out(number):
         name, origin = _locate(context.source, number)
@@ -158,23 +162,24 @@ def _add_record(writer: ShardWriter, context: ShardContext, number: int, bad: li
             "every process that worked on it died, so it is left out. Decode its media by themselves to see why, and "
             "leave it out of the data or write its media again"
         )
-        bad.append(_bad(name, origin, "", BadSampleError("convert", "killed_process", detail)))
+        writer.bad.append(_bad(name, origin, "", BadSampleError("convert", "killed_process", detail)))
         return
     try:
         record = context.source.read(number)
     except Exception as error:  # a record can hold anything in any place
         name, origin = _locate(context.source, number)
-        bad.append(_bad(name, origin, "", error))
+        writer.bad.append(_bad(name, origin, "", error))
         return
     name, own_id, origin = record.source, record.id, record.origin
     try:
         sample, counts = context.build(record)
     except Exception as error:
-        bad.append(_bad(name, own_id, origin, error))
+        writer.bad.append(_bad(name, own_id, origin, error))
         return
     for note in record.extras.get("_mismatches", ()):
         reason, _, detail = str(note).partition(": ")
-        bad.append(BadSample(source=name, sample=own_id, origin=origin, stage="kept", reason=reason, detail=detail))
+        kept = BadSample(source=name, sample=own_id, origin=origin, stage="kept", reason=reason, detail=detail)
+        writer.bad.append(kept)
     writer.add(sample_key(number), sample, counts)
 
 

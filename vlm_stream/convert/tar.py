@@ -11,7 +11,7 @@ import contextlib
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from vlm_stream.errors import DatasetError
 
@@ -45,6 +45,14 @@ class TarMember:
     @property
     def end(self) -> int:
         return self.offset + len(self.content) + len(self.pad)
+
+    @property
+    def pieces(self) -> tuple[bytes, bytes, bytes]:
+        return self.header, self.content, self.pad
+
+
+Group: TypeAlias = list[tuple[str, TarMember]]
+"""The members of one sample, with their names in it."""
 
 
 @dataclass(frozen=True, slots=True)
