@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import pickle
 import random
+import tempfile
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -122,11 +123,12 @@ def test_paths_mean_the_same_from_any_working_directory(tmp_path: Path, monkeypa
         assert record.media_root == f"{tmp_path}/m"
 
 
-def test_the_spill_goes_with_its_source(tmp_path: Path):
+def test_the_spill_goes_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(samples(3)).encode()))
     spill = tmp_path / "spill"
     spill.mkdir()
-    source = open_source(str(tmp_path / "a.jsonl.gz"), spill_dir=str(spill))
+    monkeypatch.setattr(tempfile, "tempdir", str(spill))
+    source = open_source(str(tmp_path / "a.jsonl.gz"))
     assert len(list(spill.iterdir())) == 1
     copy = pickle.loads(pickle.dumps(source))
     assert questions(copy) == ["Q0", "Q1", "Q2"]
