@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     options = _options(args)
     source = open_input(args.input, options)
     if not (args.json or args.quiet):
-        for name, line in getattr(source, "lines", {}).items():
+        for name, line in source.lines.items():
             output.say(f"{name}: {line}", stderr=True)
     with output.Progress("make-shards", enabled=not (args.json or args.quiet)) as progress:
         report = make_shards(

@@ -59,7 +59,7 @@ from vlm_stream.convert.shard_task import (
 )
 from vlm_stream.errors import BadBudgetError, ConfigError, SourceError, StorageError, nearest_name
 from vlm_stream.format import Manifest, ShardList, TokenCounting, Totals, save_manifest
-from vlm_stream.sources import RecordSource, open_source
+from vlm_stream.sources import RecordSource, SourceGroup, open_source
 from vlm_stream.storage import Store, open_store
 
 _LOG = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def make_shards(
     store = open_store(os.fspath(out), options.store)
     source = open_input(input, options)
     if isinstance(input, (str, os.PathLike)):
-        for name, line in getattr(source, "lines", {}).items():
+        for name, line in source.lines.items():
             _tell(f"{name}: {line}")
     if not len(source):
         name = os.fspath(input) if isinstance(input, (str, os.PathLike)) else f"the source '{input.name}'"
@@ -145,7 +145,7 @@ def make_shards(
 
 
 def _convert(
-    source: RecordSource,
+    source: SourceGroup,
     store: Store,
     options: ShardOptions,
     note: TokenCounting,
@@ -165,7 +165,7 @@ def _convert(
         return _report(store, manifest, len(source), len(manifest.shards))
     context = ShardContext(source=source, out=store.root, options=options)
     engine = _open_engine(context)
-    order = record_order(len(source), options.shuffle, getattr(source, "block_ends", None))
+    order = record_order(len(source), options.shuffle, source.block_ends)
     begun, media = load_job(store, options), media_places(source, options)
     borders = _cut(context, order, engine) if begun is None else begun.borders
     job = Job(parameters=parameters, borders=borders, media=media)
@@ -195,14 +195,16 @@ def _convert(
     return report
 
 
-def open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOptions) -> RecordSource:
+def open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOptions) -> SourceGroup:
+    if isinstance(given, SourceGroup):
+        return given
     if not isinstance(given, (str, os.PathLike)):
         if not all(hasattr(given, name) for name in ("name", "__len__", "read")):
             raise ConfigError(
                 f"the input is a {type(given).__name__}, which is neither a path or URL nor a source of records (an "
                 f"object with name, len() and read(i)); nothing was written."
             )
-        return given
+        return SourceGroup([given], name=given.name)
     return open_source(
         os.fspath(given),
         names=options.names,
@@ -250,12 +252,12 @@ def _cut(context: ShardContext, order: Ints, engine: Engine) -> Ints:
 
 
 def _missing_tasks(
-    source: RecordSource, job: Job, order: Ints, parts: dict[int, ShardPart], workers: int
+    source: SourceGroup, job: Job, order: Ints, parts: dict[int, ShardPart], workers: int
 ) -> list[tuple[ShardTask, ...]]:
     """Return the shards to be written; together those that one of several processes writes after each other."""
     missing = [number for number in range(job.num_shards) if number not in parts]
     tasks = [ShardTask(number, order[job.borders[number] : job.borders[number + 1]]) for number in missing]
-    ends = getattr(source, "block_ends", None)
+    ends = source.block_ends
     if ends is None or workers == 1:
         return [(task,) for task in tasks]
     blocks = np.searchsorted(ends, order[job.borders[missing]], side="right").tolist()

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Final
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from vlm_stream.convert.sample import Sample, build_sample, sample_bytes_bound
 from vlm_stream.errors import BadSampleError, StorageError, blame_sample
 from vlm_stream.format import clips_name, index_name
 from vlm_stream.ledger import BadSample
-from vlm_stream.sources import Record, RecordSource
+from vlm_stream.sources import Record, SourceGroup
 from vlm_stream.storage import Store, StoreOptions, open_store
 
 _PROBE_SECONDS: Final = 0.5
@@ -51,7 +51,7 @@ class ShardTask:
 class ShardContext:
     """What all tasks of a job share."""
 
-    source: RecordSource
+    source: SourceGroup
     out: str
     options: ShardOptions
 
@@ -188,16 +188,10 @@ def _bad(source: str, sample: str, origin: str, error: Exception) -> BadSample:
     return bad_sample(source, sample, blamed, origin=origin)
 
 
-def _locate(source: Any, number: int) -> tuple[str, str]:
+def _locate(source: SourceGroup, number: int) -> tuple[str, str]:
     """Return entry and `file:line` of a record that cannot be read, as far as its source knows them."""
-    key = sample_key(number)
-    while members := getattr(source, "members", ()):
-        for member in members:
-            if number < len(member):
-                source = member
-                break
-            number -= len(member)
-    return source.name, source.origin(number) if hasattr(source, "origin") else key
+    member, own = source.locate(number)
+    return member.name, member.origin(own) if hasattr(member, "origin") else sample_key(number)
 
 
 def _put(store: Store, name: str, data: bytes) -> None:
