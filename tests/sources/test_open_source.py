@@ -280,6 +280,8 @@ def test_braces_and_joins_name_files(tmp_path: Path):
         open_source(f"{tmp_path}/y.jsonl::{tmp_path}/sub/y.jsonl")
     with pytest.raises(SourceError, match="has a brace without its pair"):
         open_source(f"{tmp_path}/x-{{0..")
+    with pytest.raises(SourceError, match=r"stands for more names than any dataset has.*Nothing was read"):
+        open_source(f"{tmp_path}/x-{{0..99999999999}}.jsonl")
     with pytest.raises(SourceError, match=r"x-2\.jsonl: cannot be opened"):
         open_source(f"{tmp_path}/x-{{1..2}}.jsonl")
 

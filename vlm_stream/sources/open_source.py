@@ -25,7 +25,7 @@ from vlm_stream.sources.local_file import plain_name
 from vlm_stream.sources.record import SourceGroup, absolute, is_url, join_media_path, parent_of
 from vlm_stream.sources.sharegpt import OnMismatch, check_policy
 from vlm_stream.sources.table_file import is_table
-from vlm_stream.storage import StoreOptions, local_path, open_store
+from vlm_stream.storage import StoreOptions, expand_braces, local_path, open_store
 
 _META_BYTES: Final = 64 << 20  # a meta file lists datasets; something larger that starts with a brace is not one
 _INTERNVL: Final = {"annotation": "file_name", "root": "media_dir", "repeat_time": "sample_ratio"}
@@ -162,16 +162,14 @@ def _find_files(path: str, files: FileCache) -> dict[str, tuple[str, ...]] | Non
 
 def _expand(path: str) -> list[str]:
     """Return what `{00..03}` and `::` of a name stand for, as for tars; a file of that very name is itself."""
-    from braceexpand import braceexpand
-
     if not any(sign in path for sign in ("{", "::")) or path.startswith("data:"):
         return [path]
     if not _is_remote(path) and Path(local_path(path)).exists():
         return [path]
     try:
-        return [each for part in path.split("::") for each in braceexpand(part)]
-    except ValueError as error:
-        raise SourceError(f"{path} has a brace without its pair: write ranges as {{000..127}}.") from error
+        return [each for part in path.split("::") for each in expand_braces(part)]
+    except ConfigError as error:
+        raise SourceError(f"{error} Nothing was read.") from error
 
 
 def _named_once(path: str, found: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
