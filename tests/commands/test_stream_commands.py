@@ -331,6 +331,7 @@ def test_a_recipe_may_stand_where_datasets_do(capsys, toy_shards, saved_processo
     [
         (["plan"], "no dataset was named"),
         (["plan", "a.yaml", "--config", "b.yaml"], "two recipes were named (a.yaml, b.yaml)"),
+        (["plan", "a.yaml", "b.yaml"], "two recipes were named (a.yaml, b.yaml)"),
         (["plan", "DATA"], "mode='packed' without pack_size"),
         (["plan", "DATA", "--pack-size", "1024", "--sweep", "window"], "names no values"),
         (["plan", "DATA", "--pack-size", "1024", "--set", "windw=3"], "there is no option 'windw'; did you mean"),

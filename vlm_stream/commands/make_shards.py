@@ -52,21 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
     group.add_argument("--names", metavar="A,B", help="only these entries of a meta file, or splits of a folder")
     group.add_argument("--on-mismatch", choices=("drop", "keep", "raise"), default="drop")
-    group.add_argument(
-        "--columns", metavar="NAME=FIELD,...", help="columns of a data file, where they are not recognised"
-    )
-    group.add_argument("--tags", metavar="NAME=VALUE,...", help="role keys and roles of a data file, likewise")
-    group.add_argument("--media-dir", metavar="DIR", help="what media paths of a data file are relative to")
-    group.add_argument(
-        "--media-first", action="store_true", help="media that no <image> shows go before the first user text"
-    )
+    arguments.add_form_arguments(group)
     group.add_argument("--confine-media", action="store_true", help="refuse media outside of their media_dir")
-    group.add_argument(
-        "--media-hosts",
-        default="public",
-        metavar="HOST,...",
-        help="web hosts that records may name; public: those with public addresses (default: %(default)s)",
-    )
     group.add_argument(
         "--media-limits", metavar="NAME=NUMBER,...", help="the largest media: image_pixels, video_frames, file_bytes..."
     )
@@ -116,10 +103,10 @@ def _options(args: argparse.Namespace) -> ShardOptions:
     from vlm_stream.convert import ShardOptions
 
     parsed: dict[str, Any] = {
-        "names": tuple(filter(None, args.names.split(","))) if args.names else None,
+        "names": arguments.parse_names(args.names) if args.names else None,
         "columns": arguments.parse_mapping(args.columns),
         "tags": arguments.parse_mapping(args.tags),
-        "media_hosts": tuple(filter(None, args.media_hosts.split(","))),
+        "media_hosts": arguments.parse_names(args.media_hosts),
         "media_limits": arguments.media_limits(args.media_limits),
         "store": arguments.store_options(args),
         "flags": True,

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         output.write_page(args.html, stats_page(stats, overview(stats), entry_rows(stats)))
     if args.json:
-        output.print_json(stats.to_dict())
+        output.print_json(stats)
         return 0
     output.print_table(stats.url, overview(stats))
     output.print_columns(*entry_rows(stats))

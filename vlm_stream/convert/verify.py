@@ -11,7 +11,7 @@ import io
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -70,9 +70,6 @@ class VerifyReport:
     num_bytes: int
     problems: tuple[Problem, ...] = ()
     seconds: float = 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
