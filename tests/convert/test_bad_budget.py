@@ -134,6 +134,8 @@ def test_names_and_targets_that_are_none_are_refused_with_a_sentence(write_jsonl
         make_shards(path, tmp_path / "out", processor={}.keys())
     with pytest.raises(ConfigError, match="workers is 0, but must be a whole number of at least 1"):
         make_shards(path, tmp_path / "out", workers=0)
+    with pytest.raises(ConfigError, match=r"shuffle is 1\.5, but must be a whole number of at least 0"):
+        make_shards(path, tmp_path / "out", shuffle=1.5)
     assert main(["verify", str(path)]) == 2
 
 
