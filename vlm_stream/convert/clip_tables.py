@@ -51,7 +51,7 @@ class _Fit(NamedTuple):
     """What a table can do for a clip."""
 
     table: ClipTable | str
-    """Or why there is none."""
+    """Or why there is none; empty for small clips."""
     first: int
     """Of the frames that are shown."""
     frames: int
@@ -76,10 +76,6 @@ class ClipTables:
         self.whole: dict[str, str] = {}
         """Why a member is read whole; small ones are not named."""
 
-    def of(self, content: bytes) -> ClipTable | str:
-        """Return the table that is kept of a clip; or why there is none, empty for small ones."""
-        return "" if len(content) < _LEAST_BYTES else self.walked(content)
-
     def walked(self, content: bytes) -> ClipTable | str:
         """Return the table of a clip of any size, whose bytes outlive this object; or why there is none."""
         if id(content) not in self._found:
@@ -91,19 +87,12 @@ class ClipTables:
             self._found[id(content)] = table
         return self._found[id(content)]
 
-    def size_of(self, content: bytes) -> tuple[int, int, int, float] | None:
-        """Return frames, height, width and frames per second of a clip as its table has them; None: ask a decoder."""
-        table = self.walked(content)
-        if isinstance(table, str) or not table.fps:
-            return None
-        return table.num_frames, *table.sides, table.fps
-
     def fitting(self, content: bytes, size: VideoSize, seconds: Seconds | None) -> _Fit:
         """Return the table by which a clip, or some seconds of it, can be cut; or why it has none.
 
         It has the frames and the rate that the index says: then the same frames are picked, however the clip is read.
         """
-        table = self.of(content)
+        table = "" if len(content) < _LEAST_BYTES else self.walked(content)
         if isinstance(table, str):
             return _Fit(table, 0, 0)
         if table.num_gops == 1:
