@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
+import secrets
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -212,34 +213,25 @@ def _staged(store: Store, name: str) -> Iterator[IO[bytes]]:
 
     It appears under its name, whole, when the block ends well.
     """
-    folder = None
+    folder, mode = Path(tempfile.gettempdir()), 0o600
     if is_local(store):
-        folder = Path(store.root, JOB_FOLDER)
+        folder, mode = Path(store.root, JOB_FOLDER), 0o666
         folder.mkdir(parents=True, exist_ok=True)
-    # Not opened a second time by its path: ext4 writes what was cut to nothing and filled again out at its close.
-    descriptor, temporary = tempfile.mkstemp(prefix=f"{posixpath.basename(name)}.", suffix=".tmp", dir=folder)
-    path = Path(temporary)
+    path = folder / f"{posixpath.basename(name)}.{secrets.token_hex(8)}.tmp"
     try:
-        with os.fdopen(descriptor, "wb", buffering=0) as file:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0) as file:
             yield file
-        if folder is None:
-            store.put(name, path)
-        else:
-            path.chmod(0o666 & ~_umask())
+        if is_local(store):
             path.replace(Path(store.root, name))
+        else:
+            store.put(name, path)
     except OSError as error:
         raise StorageError(
             f"{name} could not be written ({error.strerror or error}); what is finished is kept. "
-            f"Free some space in {folder or tempfile.gettempdir()}, and convert the same again to go on."
+            f"Free some space in {folder}, and convert the same again to go on."
         ) from error
     finally:
         path.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)  # it can only be read by setting it
-    os.umask(mask)
-    return mask
 
 
 def flush_in_background(folder: str, parts: Iterable[ShardPart], *, kept: Iterable[int] = ()) -> Iterator[ShardPart]:
