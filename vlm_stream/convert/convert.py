@@ -27,7 +27,7 @@ import numpy as np
 
 from vlm_stream.convert.alone import alone
 from vlm_stream.convert.counting import open_counter
-from vlm_stream.convert.engines import Engine, LocalEngine, RayEngine, choose_workers, num_cores
+from vlm_stream.convert.engines import Engine, LocalEngine, RayEngine, choose_workers
 from vlm_stream.convert.job import (
     JOB_FOLDER,
     LEDGER,
@@ -61,6 +61,7 @@ from vlm_stream.errors import BadBudgetError, ConfigError, SourceError, StorageE
 from vlm_stream.format import Manifest, ShardList, TokenCounting, Totals, save_manifest
 from vlm_stream.sources import RecordSource, SourceGroup, open_source
 from vlm_stream.storage import Store, open_store
+from vlm_stream.world import num_cores
 
 _LOG = logging.getLogger(__name__)
 _CHUNK: Final = 2000  # records that are measured by one task

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from vlm_stream.convert.processes import run_in_processes
 from vlm_stream.errors import ConfigError, MissingExtraError, VlmStreamError
+from vlm_stream.world import num_cores
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,10 +28,6 @@ _MAX_RETRIES: Final = 10
 _START_SECONDS: Final = 1.5  # of a process that imports this package
 _PROCESSOR_SECONDS: Final = 5.0
 _WORTH: Final = 1.25  # how much sooner the end must come: starts cost the other cores as well
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_workers(seconds: float, num_tasks: int, *, with_processor: bool = False) -> int:
