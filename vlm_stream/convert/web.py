@@ -36,8 +36,7 @@ def open_web(hosts: tuple[str, ...], context: ssl.SSLContext, deadline_s: float)
         urllib.request.HTTPDefaultErrorHandler(),
         urllib.request.HTTPErrorProcessor(),
         _Redirects(),
-        _Http(hosts, deadline_s),
-        _Https(hosts, deadline_s, context),
+        _Requests(hosts, deadline_s, context),
     ):
         opener.add_handler(handler)
     return opener
@@ -54,23 +53,21 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-class _Http(urllib.request.HTTPHandler):
-    def __init__(self, hosts: tuple[str, ...], deadline_s: float) -> None:
-        super().__init__()
-        self._hosts, self._deadline_s = hosts, deadline_s
+class _Requests(urllib.request.HTTPSHandler):
+    """Both schemes."""
 
-    def http_open(self, req: Any) -> Any:
-        return _send(self.do_open, http.client.HTTPConnection, req, self._hosts, self._deadline_s)
+    http_request = urllib.request.AbstractHTTPHandler.do_request_
 
-
-class _Https(urllib.request.HTTPSHandler):
     def __init__(self, hosts: tuple[str, ...], deadline_s: float, context: ssl.SSLContext) -> None:
         super().__init__(context=context)
-        self._hosts, self._deadline_s, self._context = hosts, deadline_s, context
+        self._limits = hosts, deadline_s
+        self._secure = functools.partial(http.client.HTTPSConnection, context=context)
+
+    def http_open(self, req: Any) -> Any:
+        return _send(self.do_open, http.client.HTTPConnection, req, *self._limits)
 
     def https_open(self, req: Any) -> Any:
-        make = functools.partial(http.client.HTTPSConnection, context=self._context)
-        return _send(self.do_open, make, req, self._hosts, self._deadline_s)
+        return _send(self.do_open, self._secure, req, *self._limits)
 
 
 def _send(
