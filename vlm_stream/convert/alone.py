@@ -48,7 +48,7 @@ def alone(store: Store, name: str, does: str, what: str) -> Iterator[None]:
             try:
                 yield
             finally:
-                with suppress(OSError):  # while it is held: whoever waits for it sees that it is another file now
+                with suppress(OSError):  # before it is released: a process that waits for it then sees that it is gone
                     place.unlink()
         return
     yield

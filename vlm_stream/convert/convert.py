@@ -161,7 +161,7 @@ def _convert(
             store.root,
             options.say("overwrite", True),
         )
-        with suppress(StorageError):  # a kill behind the manifest leaves it; a target may be read-only by now
+        with suppress(StorageError):  # left by a kill after the manifest; the target may be read-only by now
             _clean_up(store)
         return _report(store, manifest, len(source), len(manifest.shards))
     context = ShardContext(source=source, out=store.root, options=options)
@@ -179,7 +179,7 @@ def _convert(
         parts, num_bad = {number: part for number, part in parts.items() if not _num_bad(part)}, 0
     num_kept = len(parts)
     tasks = _missing_tasks(source, job, order, parts, engine.workers)
-    with closing(engine.run(context, tasks)) as running:  # its processes end before whoever comes next may begin
+    with closing(engine.run(context, tasks)) as running:  # its processes end before the lock is released
         coming = itertools.chain.from_iterable(running)
         for part in flush_in_background(store.root, coming, kept=tuple(parts)) if is_local(store) else coming:
             parts[part.number] = part

@@ -1,8 +1,8 @@
 """Datasets of Megatron-Energon, used where they are: which tars a split has, what its samples are, what a blend mixes.
 
-Enters: the URL of a folder with `.nv-meta/`, or of a metadataset's YAML; `#val` behind it names the split (`train` by
-default), `;dataset_config=FILE` and `;split_config=FILE` behind that other files of `.nv-meta/`. Leaves: names of tars
-with a field map, or a list of such datasets with weights. Code that a dataset brings along is never run: a dataset
+Enters: the URL of a folder with `.nv-meta/`, or of a metadataset's YAML; `#val` after it names the split (`train` by
+default), `;dataset_config=FILE` and `;split_config=FILE` after that other files of `.nv-meta/`. Leaves: `Tars` with a
+field map, or a list of such datasets with weights. Code that a dataset brings along is never run: a dataset
 that needs it is refused.
 """
 
@@ -43,7 +43,7 @@ _MOST: Final = 1e12
 
 
 def split_fragment(url: str) -> tuple[str, str, dict[str, str]]:
-    """Return the URL before `#`, the split behind it, and the settings behind that.
+    """Return the URL before `#`, the split after it, and the settings after that.
 
     >>> split_fragment("coco/#val;split_config=small.yaml")
     ('coco', 'val', {'split_config': 'small.yaml'})
@@ -326,7 +326,7 @@ def _mapping(value: Any, what: str, where: str) -> dict[str, Any]:
 
 
 def _given_subflavors(settings: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Return the subflavors behind a URL."""
+    """Return the subflavors that a URL ends with."""
     try:
         return _mapping(json.loads(settings.get("subflavors", "{}")), "subflavors", where)
     except (ValueError, RecursionError) as error:

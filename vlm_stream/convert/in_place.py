@@ -87,7 +87,7 @@ def _checked(dataset: OpenDataset, url: str, need: Need) -> OpenDataset:
 def index_urls(
     urls: Sequence[str], options: IndexOptions, *, on_part: Callable[[ShardPart, int], None] | None = None
 ) -> tuple[Manifest, str]:
-    """Index tars into `options.out`, or beside them; what cannot be written there, and Energon's, where it is sought.
+    """Index tars into `options.out`, or beside them; where that is impossible, and for Energon, where loaders look.
 
     Returns:
         The manifest, and where it is.

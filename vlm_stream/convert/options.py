@@ -45,7 +45,7 @@ class ShardOptions:
     """Refuse media outside of their source's media_dir."""
     media_hosts: tuple[str, ...] = (PUBLIC,)
     """Hosts that records may name in web addresses, also as patterns (`*.example.com`); `public`: any that has public
-    addresses alone. Others are refused, also behind redirects."""
+    addresses alone. Others are refused, also after redirects."""
     media_limits: MediaLimits | None = None
     """The largest media that are taken."""
     exif_rotate: bool = False

@@ -121,7 +121,7 @@ class _Process:
         self.task: Any = None
         self.is_busy = False
         self.connection, theirs = context.Pipe()
-        with theirs:  # closed here: else nobody would see the process's end of it go
+        with theirs:  # closed here: else the death of the process would not end the connection
             arguments = (theirs, self._note, left_out, os.getpid())
             self._process = context.Process(target=serve, args=arguments, daemon=True, name="vlm-stream-convert")
             self._process.start()

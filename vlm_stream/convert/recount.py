@@ -1,7 +1,7 @@
 """Text tokens and labels counted again, for another processor. Indexes and manifest are rewritten; no tar is.
 
-Enters: a dataset's URL and a processor. Leaves: the dataset with other counts; and where tars do not keep the tokens,
-these in files beside the indexes. Only the JSON and text members are read, by range. The manifest is written last;
+Enters: a dataset's URL and a processor. Leaves: the dataset with other counts; and the tokens in files beside the
+indexes, where tars do not keep them. Only the JSON and text members are read, by range. The manifest is written last;
 after an interruption the recount is run again.
 
 Whoever trains on a dataset whose text was only guessed can learn how far the guess is off (`fit_guess`), from a few

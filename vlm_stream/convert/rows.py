@@ -1,9 +1,9 @@
-"""A shard's files: samples laid into a tar, the rows of its index, and the tokens of texts that the tar does not keep.
+"""A shard's files: samples laid into a tar, the rows of its index, and the files beside that.
 
-Enters: samples with their keys, in order, or what the reader of a tar learned of them. Leaves: the bytes of a tar,
-written front to back; a row for each sample, with the place and the checksum of its bytes; the Parquet bytes of all
-rows; and the file of tokens beside it, of tars made elsewhere, or recounted, which whoever trains with the same
-tokenizer, template and release reads by range. The same samples give the same bytes.
+Enters: samples with their keys, in order, or the members of a tar that was read. Leaves: the bytes of a tar, written
+front to back; a row for each sample, with the place and the checksum of its bytes; the Parquet bytes of all rows; the
+tables of clips; and, of tars made elsewhere or recounted, the tokens of texts, which training with the same tokenizer,
+template and release reads by range. The same samples give the same bytes.
 
 The tar as a whole gets a crc32c too: a sha256 of it would cost as much as reading and writing together.
 """

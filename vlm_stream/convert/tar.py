@@ -144,7 +144,7 @@ class _Pass:
         self._read_bytes = read
         self.position = position
         self._shared: dict[str, str] = {}
-        self._found = b""  # a header block that was found behind a gap
+        self._found = b""  # a header block that was found after a gap
 
     def next_member(self) -> TarMember | None:
         """Return the next regular file; None at the end of the bytes."""
@@ -191,7 +191,7 @@ class _Pass:
     def find_next(self, begin: int, error: _DamageError) -> TarGap:
         """Go on to the next whole header; return what was passed over.
 
-        Where an extension header may have been lost, the name of the file behind it is lost as well: it is passed over.
+        Where an extension header may have been lost, the name of the next file is lost as well: it is passed over.
         """
         is_file = error.block[_TYPE_BYTE : _TYPE_BYTE + 1] in (*_REGULAR, tarfile.DIRTYPE)
         name = error.block[:_NAME_BYTES].split(b"\0")[0].decode("utf-8", "replace") if is_file else ""

@@ -22,12 +22,12 @@ _NUM_FIRST: Final = 50
 _FIRST_BYTES: Final = 64 << 20
 """The samples that tell the layout together: so many, or those with so many bytes."""
 _NUM_GUESSED: Final = 100
-"""Samples behind them that are asked one by one where they show none."""
+"""Later samples that are tried one by one where those show none."""
 _LEFT_OUT: Final = "The bytes from {begin} to {end} are left out, and so is a sample that has lost a member there."
 
 
 def find_layout(store: Store, names: Sequence[str], fields: FieldMap | None = None) -> FieldMap:
-    """Return the layout that the first samples show; where they show none, one of those behind them.
+    """Return the layout that the first samples show; where they show none, a later one.
 
     Of `fields` that the user names, records of layout sharegpt are still recognised as far as nothing is said of them.
     """
@@ -150,7 +150,7 @@ class SharedMembers:
         return tuple(found)
 
     def read(self, member: Member) -> bytes:
-        """Return the bytes of a member that has gone by; neighbours often share one, so the last one is kept."""
+        """Return the bytes of an earlier member; neighbours often share one, so the last one is kept."""
         if self._last[0] != member.offset:
             self._last = member.offset, bytes(self._store.fetch(self._tar, member.offset, member.size).data)
         return self._last[1]

@@ -73,7 +73,7 @@ class _Requests(urllib.request.HTTPSHandler):
 def _send(
     do_open: Callable[..., Any], make: Callable[..., Any], request: Any, hosts: tuple[str, ...], deadline_s: float
 ) -> Any:
-    """Send a request and return the answer behind its headers, which may not drip either."""
+    """Send a request and return the answer, whose headers must be there before the deadline."""
     opened: list[Any] = []
     proxied = getattr(request, "_tunnel_host", None) is not None or request.has_proxy()
     if proxied:  # the proxy resolves names; what this machine knows of them is checked all the same

@@ -33,7 +33,7 @@ _opened: deque[weakref.ref[Any]] = deque()
 
 
 def keep_open(file: Any) -> None:
-    """Note that a file is open, and `close` the one that was opened long ago: of thousands, all would soon be open."""
+    """Note that a file is open, and close the oldest: a dataset may have more files than a process may open."""
     _opened.append(weakref.ref(file))
     if len(_opened) > _MOST_OPEN and (other := _opened.popleft()()) is not None:
         other.close()

@@ -140,7 +140,7 @@ class _ParquetFile:
         self._footer = f"{metadata.num_rows} {crc32c.crc32c(footer.getvalue())}"
 
     def _opened(self) -> Any:
-        """Open the file anew: of thousands, all would soon be open."""
+        """Open the file for one read: a dataset may have more files than a process may open."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
