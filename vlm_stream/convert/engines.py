@@ -1,8 +1,8 @@
 """Engines: run one function over many tasks, in processes of this machine or on a Ray cluster.
 
-Enters: a picklable function of one task, and tasks. Leaves: their results, in whatever order they finish. An engine
-knows nothing of shards; a worker that dies costs the task in hand, which is run again in a process of its own. A
-function may tell which record it works on (`working_on`): one that ends its process again and again is left out.
+Enters: a picklable function of one task, and tasks. Leaves: their results, in the order in which they finish. An engine
+knows nothing of shards. The task of a worker that dies is run again in a process of its own. A function may say which
+record it works on (`working_on`): a record that ends its process repeatedly is left out.
 
 With Ray (extra `ray`) every node must be able to import this package and to reach input and target by the same paths or
 URLs. A task leaves either a whole shard or nothing, so running it twice is safe.

@@ -1,7 +1,6 @@
 """What a dataset looks like: histograms of tokens, bytes and media, as values.
 
-Enters: a dataset's URL; only manifest and indexes are read. Leaves: `DatasetStats`. How it is shown, in a terminal or
-on a page, is not known here.
+Enters: a dataset's URL; only manifest and indexes are read. Leaves: `DatasetStats`, which commands and pages show.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The samples of a tar, the layout that the first of them show, and members that several of them share.
 
-Enters: members of a tar as they go by. Leaves: runs of members with the same key, as WebDataset has them; a `FieldMap`;
+Enters: members of a tar in one pass. Leaves: runs of members with the same key, as WebDataset has them; a `FieldMap`;
 the places and bytes of members that samples of our own tars name as `shared`.
 """
 

@@ -64,8 +64,8 @@ def sample_order(num_records: int, ratio: float) -> Order | None:
 def rank_share(order: Order | None, num_records: int, rank: int, world_size: int, begin: int = 0) -> Order:
     """Return every `world_size`-th entry of an order, for one rank.
 
-    `begin` is how many entries of earlier sources were dealt out before: dealing goes on where it stopped, so over all
-    sources the ranks differ by one entry at most, every entry has one rank, and none is dropped.
+    `begin` is the number of entries of earlier sources: ranks take turns across sources, so their shares differ by one
+    entry at most, every entry has one rank, and none is dropped.
     """
     first = (rank - begin) % world_size
     if order is None:

@@ -1,8 +1,8 @@
-"""A data file as local bytes: `.gz`, `.zst` and remote objects are spilled once into a temporary folder.
+"""A data file as local bytes: `.gz`, `.zst` and remote objects are unpacked once into a temporary folder.
 
 Enters: a path or URL. Leaves: random access to the plain bytes, from any process. A copy in another process uses the
-first process's spill if it can see it and makes its own otherwise (another machine), so a source may be sent anywhere.
-Nothing here knows what the bytes mean.
+unpacked bytes of the first if it can see them, else it makes its own (another machine), so a source may be sent
+anywhere. What the bytes mean is not known here.
 """
 
 from __future__ import annotations
