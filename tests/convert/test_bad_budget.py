@@ -139,6 +139,12 @@ def test_names_and_targets_that_are_none_are_refused_with_a_sentence(write_jsonl
     assert main(["verify", str(path)]) == 2
 
 
+def test_an_input_without_records_is_named_as_the_user_named_it(tmp_path: Path, capsys) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert main(["make-shards", str(tmp_path / "empty.jsonl"), str(tmp_path / "out")]) == 2
+    assert f"{tmp_path}/empty.jsonl has no records, so there is nothing to convert" in capsys.readouterr().err
+
+
 def test_a_processor_may_be_an_object(write_jsonl, tmp_path: Path) -> None:
     processor = build_processor("qwen2_5_vl")
     processor.save_pretrained(tmp_path / "processor")

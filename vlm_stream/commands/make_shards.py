@@ -72,19 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert; print the summary. Exit code 1 when more is bad than the budget allows."""
     from vlm_stream.allocator import keep_freed_memory
-    from vlm_stream.convert import make_shards, open_input
+    from vlm_stream.convert import make_shards
 
     keep_freed_memory()
-    options = _options(args)
-    source = open_input(args.input, options)
-    if not (args.json or args.quiet):
-        for name, line in source.lines.items():
-            output.say(f"{name}: {line}", stderr=True)
     with output.Progress("make-shards", enabled=not (args.json or args.quiet)) as progress:
         report = make_shards(
-            source,
+            args.input,
             args.out,
-            options=options,
+            options=_options(args),
+            on_form=progress.say,
             on_part=lambda part, num_shards: progress.step(
                 num_shards,
                 samples=part.entry.totals.samples,

@@ -137,6 +137,11 @@ class Progress:
         elif self.enabled and self.num_done and kind is None:
             self._write_line()
 
+    def say(self, line: str) -> None:
+        """Print a line beside the numbers, if these are shown."""
+        if self.enabled:
+            say(line, stderr=True)
+
     def step(self, num_tasks: int, *, samples: int = 0, num_bytes: int = 0, bad: int = 0) -> None:
         """Count one finished task of `num_tasks`."""
         self.num_tasks = num_tasks

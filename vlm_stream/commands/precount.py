@@ -29,8 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Count; print the sums. Exit code 1 if not one record could be counted."""
     from vlm_stream.convert import precount
 
-    is_told = not (args.json or args.quiet)
-    with output.Progress("precount", enabled=is_told, unit="records") as progress:
+    with output.Progress("precount", enabled=not (args.json or args.quiet), unit="records") as progress:
         report = precount(
             args.input,
             None if args.in_place else args.out,
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             store=arguments.store_options(args),
             media_hosts=arguments.parse_names(args.media_hosts),
             workers=args.workers,
-            on_form=(lambda line: output.say(line, stderr=True)) if is_told else None,
+            on_form=progress.say,
             on_record=lambda num_records: progress.step(num_records, samples=1),
         )
     if args.json:

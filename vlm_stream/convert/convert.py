@@ -106,6 +106,7 @@ def make_shards(
     out: str | os.PathLike[str],
     *,
     options: ShardOptions | None = None,
+    on_form: Callable[[str], object] | None = None,
     on_part: Callable[[ShardPart, int], None] | None = None,
     **settings: Any,
 ) -> ShardReport:
@@ -118,6 +119,7 @@ def make_shards(
         input: Path or URL of the data, or anything with `name`, `len()` and `read(i)`.
         out: Path or object-store URL of the dataset.
         options: What to do; or give its fields as keywords.
+        on_form: Called with a line for each data file that says its form; None: it goes to the log or standard error.
         on_part: Called with every finished shard and the number of shards to be written, for progress.
         settings: Fields of `ShardOptions`, such as `workers=8`.
 
@@ -132,10 +134,10 @@ def make_shards(
             raise ConfigError(f"make_shards has no option '{name}'; {nearest_name(name, known)}")
     options = replace(options or ShardOptions(), **settings)
     store = open_store(os.fspath(out), options.store)
-    source = open_input(input, options)
+    source = _open_input(input, options)
     if isinstance(input, (str, os.PathLike)):
         for name, line in source.lines.items():
-            _tell(f"{name}: {line}")
+            (on_form or _tell)(f"{name}: {line}")
     if not len(source):
         name = os.fspath(input) if isinstance(input, (str, os.PathLike)) else f"the source '{input.name}'"
         raise SourceError(f"{name} has no records, so there is nothing to convert and nothing was written.")
@@ -196,7 +198,7 @@ def _convert(
     return report
 
 
-def open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOptions) -> SourceGroup:
+def _open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOptions) -> SourceGroup:
     if isinstance(given, SourceGroup):
         return given
     if not isinstance(given, (str, os.PathLike)):
