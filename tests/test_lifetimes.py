@@ -14,7 +14,8 @@ from vlm_stream.lifetimes import make_folder, remove_folder
 
 SPILL = """
 from vlm_stream.sources import open_source
-source = open_source(sys.argv[1], spill_dir=sys.argv[2])
+tempfile.tempdir = sys.argv[2]
+source = open_source(sys.argv[1])
 """
 CHAOS = """
 from vlm_stream.chaos.run import _folder

@@ -83,11 +83,15 @@ def find_world(rank: int | None = None, world_size: int | None = None, device_me
     return found[0]
 
 
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cores_of(world: World) -> int:
     """Return this process's share of the machine's cores; where nobody tells, all ranks are on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = _number(_LOCAL_SIZES) or world.size * world.peers
-    return max(cores // max(processes, 1), 1)
+    return max(num_cores() // max(processes, 1), 1)
 
 
 def check_world(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -181,3 +182,10 @@ def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         assert progress._bar.tasks[0].total == 4
         assert "1 bad" in progress._bar.tasks[0].fields["rates"]
         assert "samples/s" in progress._bar.tasks[0].fields["rates"]
+
+
+def test_progress_counts_what_its_tasks_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for unit in ({}, {"unit": "records"}):
+        with Progress("work", **unit) as progress:
+            progress.step(4, samples=1)
+    assert re.findall(r"work: 1/4 (\w+), 1 samples", capsys.readouterr().err) == ["shards", "records"]

@@ -3,6 +3,7 @@
 import doctest
 import json
 import math
+import os
 import re
 
 import pytest
@@ -90,7 +91,7 @@ def test_plan_counts_builders_with_the_costs_that_bench_has_saved(capsys, tmp_pa
     assert "no costs of building" in err
 
 
-def test_size_says_how_many_cores_are_needed(capsys, toy_shards, saved_processor):
+def test_size_says_how_many_cores_are_needed(capsys, toy_shards, saved_processor, monkeypatch):
     size = [
         "size",
         toy_shards,
@@ -114,8 +115,10 @@ def test_size_says_how_many_cores_are_needed(capsys, toy_shards, saved_processor
     assert found["core_seconds_per_step"] == pytest.approx(2 * found["core_seconds_per_batch"])
     assert found["cores"] == found["workers_per_rank"] == math.ceil(found["core_seconds_per_step"] / 0.5 / 0.8)
     assert found["cores_per_node"] == pytest.approx(2 * found["cores_per_gpu"])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})  # of a larger machine, perhaps
     code, out, _ = call(capsys, *size, "--set", "epochs=2")
     assert code == 0
+    assert "GPUs that a machine like this one feeds (3 cores)" in out
     assert "cores for steps of 0.5 s on 1 GPU" in out
     assert "--gpus-per-node are above 0, or there is nothing to be sized" in call(capsys, *size, "--gpus", 0)[2]
 
@@ -331,6 +334,7 @@ def test_a_recipe_may_stand_where_datasets_do(capsys, toy_shards, saved_processo
     [
         (["plan"], "no dataset was named"),
         (["plan", "a.yaml", "--config", "b.yaml"], "two recipes were named (a.yaml, b.yaml)"),
+        (["plan", "a.yaml", "b.yaml"], "two recipes were named (a.yaml, b.yaml)"),
         (["plan", "DATA"], "mode='packed' without pack_size"),
         (["plan", "DATA", "--pack-size", "1024", "--sweep", "window"], "names no values"),
         (["plan", "DATA", "--pack-size", "1024", "--set", "windw=3"], "there is no option 'windw'; did you mean"),

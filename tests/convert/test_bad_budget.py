@@ -134,7 +134,15 @@ def test_names_and_targets_that_are_none_are_refused_with_a_sentence(write_jsonl
         make_shards(path, tmp_path / "out", processor={}.keys())
     with pytest.raises(ConfigError, match="workers is 0, but must be a whole number of at least 1"):
         make_shards(path, tmp_path / "out", workers=0)
+    with pytest.raises(ConfigError, match=r"shuffle is 1\.5, but must be a whole number of at least 0"):
+        make_shards(path, tmp_path / "out", shuffle=1.5)
     assert main(["verify", str(path)]) == 2
+
+
+def test_an_input_without_records_is_named_as_the_user_named_it(tmp_path: Path, capsys) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert main(["make-shards", str(tmp_path / "empty.jsonl"), str(tmp_path / "out")]) == 2
+    assert f"{tmp_path}/empty.jsonl has no records, so there is nothing to convert" in capsys.readouterr().err
 
 
 def test_a_processor_may_be_an_object(write_jsonl, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import os
 import shutil
 import subprocess
 import tarfile
@@ -43,6 +44,17 @@ def test_shards_hold_every_record_with_its_media_bit_for_bit(toy_meta: Path, toy
             medium = given["type"]
             assert sample[stored.pop(medium)] == Path(given.pop(medium)).read_bytes()
         assert text["conversation"] == record.conversation
+
+
+def test_files_have_the_mode_that_the_umask_leaves(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "words"}) + "\n")
+    before = os.umask(0o027)
+    try:
+        make_shards(tmp_path / "a.jsonl", tmp_path / "out", workers=1)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").glob("shard-*")}
+    assert modes == dict.fromkeys(("shard-000000.tar", "shard-000000.index.parquet"), "0o640")
 
 
 def test_index_rows_describe_the_tar(toy_shards: Path) -> None:

@@ -76,18 +76,18 @@ def test_errors_of_tasks_come_with_where_they_were_raised() -> None:
 
 
 def wait_long(task: int) -> None:
+    Path(os.environ["BEGUN"], str(os.getpid())).touch()
     time.sleep(600)
 
 
 SCRIPT = """
-import multiprocessing, threading, time
+import multiprocessing, os, threading, time
 from multiprocessing.resource_tracker import _resource_tracker
 from tests.convert.test_engine_processes import LocalEngine, wait_long
 threading.Thread(target=lambda: list(LocalEngine(2).run(wait_long, range(9))), daemon=True).start()
-while len(children := multiprocessing.active_children()) < 2:
+while len(os.listdir(os.environ["BEGUN"])) < 2:
     time.sleep(0.05)
-time.sleep(2)
-print(_resource_tracker._pid, *[child.pid for child in children], flush=True)
+print(_resource_tracker._pid, *[child.pid for child in multiprocessing.active_children()], flush=True)
 time.sleep(600)
 """
 
@@ -100,8 +100,9 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux for processes")
-def test_processes_end_with_their_parent_also_if_they_are_stopped() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+def test_processes_end_with_their_parent_also_if_they_are_stopped(tmp_path: Path) -> None:
+    environment = os.environ | {"BEGUN": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env=environment)
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 3

@@ -16,7 +16,7 @@ from tests.foreign_tars import write_captions, write_tar
 from tests.servers import READER_KEYS
 from vlm_stream import StreamLoader
 from vlm_stream.cli import main
-from vlm_stream.convert import IndexOptions, index_tars, index_urls, open_dataset
+from vlm_stream.convert import IndexOptions, index_tars, index_urls, open_dataset, tar_samples
 from vlm_stream.errors import ConfigError, DatasetError
 from vlm_stream.storage import StoreOptions, open_store
 from vlm_stream.testing import make_jpeg
@@ -68,6 +68,16 @@ def test_it_says_where_the_index_goes_and_finds_it_again(captions, caplog):
     caplog.clear()
     assert keys_of(str(captions)) == all_keys(0, 1, 2, 3)  # the same tars, named otherwise
     assert "indexing" not in caplog.text
+
+
+def test_the_first_samples_are_read_once_for_their_layout(tmp_path, monkeypatch):
+    chat = {"conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "That."}]}
+    write_tar(tmp_path / "0.tar", [("a", {"jpg": make_jpeg(30, 30), "json": json.dumps(chat).encode()})])
+    opened = []
+    reader = tar_samples.ObjectReader
+    monkeypatch.setattr(tar_samples, "ObjectReader", lambda *object_: opened.append(object_) or reader(*object_))
+    assert open_dataset(str(tmp_path / "0.tar")).manifest.fields.layout == "sharegpt"
+    assert len(opened) == 1
 
 
 def test_tars_that_change_are_indexed_again(captions):

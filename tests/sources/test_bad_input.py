@@ -9,6 +9,7 @@ import pickle
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -231,18 +232,21 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path):
 def test_no_room_to_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(lines(samples(2)).encode()))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(
-        ConfigError, match=r"there is no room to unpack .*: the folder .*nowhere cannot be written \(No such"
+        ConfigError,
+        match=r"no room to unpack .*: the folder .*nowhere cannot be written \(No such.* by TMPDIR",
     ):
-        open_source(str(path), spill_dir=str(tmp_path / "nowhere"))
+        open_source(str(path))
 
     def full_disk(raw: object) -> list[bytes]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(local_file, "_gunzip", full_disk)
     (tmp_path / "spill").mkdir()
-    with pytest.raises(SourceError, match=r"the plain bytes do not fit into .*spill, which is full.*Give a spill_dir"):
-        open_source(str(path), spill_dir=str(tmp_path / "spill"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "spill"))
+    with pytest.raises(SourceError, match=r"the plain bytes do not fit into .*spill, which is full.*room by TMPDIR"):
+        open_source(str(path))
     assert not list((tmp_path / "spill").iterdir())
 
 

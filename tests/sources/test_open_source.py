@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import pickle
 import random
+import tempfile
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -122,11 +123,12 @@ def test_paths_mean_the_same_from_any_working_directory(tmp_path: Path, monkeypa
         assert record.media_root == f"{tmp_path}/m"
 
 
-def test_the_spill_goes_with_its_source(tmp_path: Path):
+def test_the_spill_goes_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(samples(3)).encode()))
     spill = tmp_path / "spill"
     spill.mkdir()
-    source = open_source(str(tmp_path / "a.jsonl.gz"), spill_dir=str(spill))
+    monkeypatch.setattr(tempfile, "tempdir", str(spill))
+    source = open_source(str(tmp_path / "a.jsonl.gz"))
     assert len(list(spill.iterdir())) == 1
     copy = pickle.loads(pickle.dumps(source))
     assert questions(copy) == ["Q0", "Q1", "Q2"]
@@ -278,6 +280,8 @@ def test_braces_and_joins_name_files(tmp_path: Path):
         open_source(f"{tmp_path}/y.jsonl::{tmp_path}/sub/y.jsonl")
     with pytest.raises(SourceError, match="has a brace without its pair"):
         open_source(f"{tmp_path}/x-{{0..")
+    with pytest.raises(SourceError, match=r"stands for more names than any dataset has.*Nothing was read"):
+        open_source(f"{tmp_path}/x-{{0..99999999999}}.jsonl")
     with pytest.raises(SourceError, match=r"x-2\.jsonl: cannot be opened"):
         open_source(f"{tmp_path}/x-{{1..2}}.jsonl")
 

@@ -70,6 +70,29 @@ def add_workers_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_form_arguments(group: argparse._ActionsContainer) -> None:
+    """Add what the records of data files are like, where it is not recognised, and where their media are."""
+    group.add_argument(
+        "--columns", metavar="NAME=FIELD,...", help="columns of a data file, where they are not recognised"
+    )
+    group.add_argument("--tags", metavar="NAME=VALUE,...", help="role keys and roles of a data file, likewise")
+    group.add_argument("--media-dir", metavar="DIR", help="what media paths of a data file are relative to")
+    group.add_argument(
+        "--media-first", action="store_true", help="media that no <image> shows go before the first user text"
+    )
+    group.add_argument(
+        "--media-hosts",
+        default="public",
+        metavar="HOST,...",
+        help="web hosts that records may name; public: those with public addresses (default: %(default)s)",
+    )
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Read `a,b`."""
+    return tuple(filter(None, text.split(",")))
+
+
 def parse_bytes(text: str) -> int:
     """Read a number of bytes for argparse, which shows no other error's sentence."""
     try:
@@ -130,7 +153,8 @@ def loader_arguments(args: argparse.Namespace) -> dict[str, Any]:
     recipes = [name for name in args.datasets if name.endswith((".yaml", ".yml")) and not _is_blend(name)]
     datasets = [name for name in args.datasets if name not in recipes]
     if len(recipes) + bool(args.config) > 1:
-        raise ConfigError(f"two recipes were named ({', '.join([*recipes, args.config or ''])}); give one of them")
+        both = ", ".join(filter(None, [*recipes, args.config]))
+        raise ConfigError(f"two recipes were named ({both}); give one of them")
     recipe = args.config or next(iter(recipes), None)
     found: dict[str, Any] = load_config(recipe) if recipe else {}
     if datasets:

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         store=arguments.store_options(args),
     )
-    with output.Progress("index", enabled=not (args.json or args.quiet)) as progress:
+    with output.Progress("index", enabled=not (args.json or args.quiet), unit="tars") as progress:
         manifest, place = index_urls(
             args.urls,
             options,
@@ -70,8 +70,6 @@ def run(args: argparse.Namespace) -> int:
         )
     totals = manifest.totals
     if args.json:
-        from dataclasses import asdict
-
         output.print_json(
             {
                 "digest": manifest.digest,
@@ -80,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
                 "num_shards": len(manifest.shards),
                 "place": place,
                 "whole": manifest.whole,
-                "totals": asdict(totals),
+                "totals": totals,
             }
         )
     else:

@@ -52,21 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
     group.add_argument("--names", metavar="A,B", help="only these entries of a meta file, or splits of a folder")
     group.add_argument("--on-mismatch", choices=("drop", "keep", "raise"), default="drop")
-    group.add_argument(
-        "--columns", metavar="NAME=FIELD,...", help="columns of a data file, where they are not recognised"
-    )
-    group.add_argument("--tags", metavar="NAME=VALUE,...", help="role keys and roles of a data file, likewise")
-    group.add_argument("--media-dir", metavar="DIR", help="what media paths of a data file are relative to")
-    group.add_argument(
-        "--media-first", action="store_true", help="media that no <image> shows go before the first user text"
-    )
+    arguments.add_form_arguments(group)
     group.add_argument("--confine-media", action="store_true", help="refuse media outside of their media_dir")
-    group.add_argument(
-        "--media-hosts",
-        default="public",
-        metavar="HOST,...",
-        help="web hosts that records may name; public: those with public addresses (default: %(default)s)",
-    )
     group.add_argument(
         "--media-limits", metavar="NAME=NUMBER,...", help="the largest media: image_pixels, video_frames, file_bytes..."
     )
@@ -85,19 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert; print the summary. Exit code 1 when more is bad than the budget allows."""
     from vlm_stream.allocator import keep_freed_memory
-    from vlm_stream.convert import make_shards, open_input
+    from vlm_stream.convert import make_shards
 
     keep_freed_memory()
-    options = _options(args)
-    source = open_input(args.input, options)
-    if not (args.json or args.quiet):
-        for name, line in getattr(source, "lines", {}).items():
-            output.say(f"{name}: {line}", stderr=True)
     with output.Progress("make-shards", enabled=not (args.json or args.quiet)) as progress:
         report = make_shards(
-            source,
+            args.input,
             args.out,
-            options=options,
+            options=_options(args),
+            on_form=progress.say,
             on_part=lambda part, num_shards: progress.step(
                 num_shards,
                 samples=part.entry.totals.samples,
@@ -116,10 +99,10 @@ def _options(args: argparse.Namespace) -> ShardOptions:
     from vlm_stream.convert import ShardOptions
 
     parsed: dict[str, Any] = {
-        "names": tuple(filter(None, args.names.split(","))) if args.names else None,
+        "names": arguments.parse_names(args.names) if args.names else None,
         "columns": arguments.parse_mapping(args.columns),
         "tags": arguments.parse_mapping(args.tags),
-        "media_hosts": tuple(filter(None, args.media_hosts.split(","))),
+        "media_hosts": arguments.parse_names(args.media_hosts),
         "media_limits": arguments.media_limits(args.media_limits),
         "store": arguments.store_options(args),
         "flags": True,

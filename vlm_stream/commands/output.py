@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.errors import ConfigError, clean
@@ -92,17 +93,19 @@ def print_columns(names: Sequence[str], *rows: Sequence[str]) -> None:
     print_whole(table)
 
 
-def print_json(data: Mapping[str, Any]) -> None:
-    """Print one JSON object."""
-    sys.stdout.write(json.dumps(data, ensure_ascii=False, sort_keys=True) + "\n")
+def print_json(data: Any) -> None:
+    """Print one JSON object: a mapping, or a dataclass."""
+    sys.stdout.write(json.dumps(data, ensure_ascii=False, sort_keys=True, default=asdict) + "\n")
 
 
 class Progress:
     """Counts samples, bytes and bad ones, and shows them; use it in a `with` block."""
 
-    def __init__(self, title: str, *, enabled: bool = True) -> None:
+    def __init__(self, title: str, *, enabled: bool = True, unit: str = "shards") -> None:
+        """Name the work, and what its tasks are."""
         self.title = title
         self.enabled = enabled
+        self._unit = unit
         self.num_samples = self.num_bytes = self.num_bad = self.num_done = 0
         self.num_tasks = 0
         self._begin = time.monotonic()
@@ -120,7 +123,7 @@ class Progress:
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("shards  {task.fields[rates]}  ETA"),
+                TextColumn(f"{self._unit}  {{task.fields[rates]}}  ETA"),
                 TimeRemainingColumn(),
                 console=open_console(stderr=True),
             )
@@ -133,6 +136,11 @@ class Progress:
             self._bar.stop()
         elif self.enabled and self.num_done and kind is None:
             self._write_line()
+
+    def say(self, line: str) -> None:
+        """Print a line beside the numbers, if these are shown."""
+        if self.enabled:
+            say(line, stderr=True)
 
     def step(self, num_tasks: int, *, samples: int = 0, num_bytes: int = 0, bad: int = 0) -> None:
         """Count one finished task of `num_tasks`."""
@@ -156,7 +164,7 @@ class Progress:
         seconds = self._last_line - self._begin
         left = seconds / max(self.num_done, 1) * (self.num_tasks - self.num_done)
         sys.stderr.write(
-            f"{self.title}: {self.num_done}/{self.num_tasks} shards, {self.num_samples} samples, {self._rates()}, "
-            f"ETA {left:.0f} s\n"
+            f"{self.title}: {self.num_done}/{self.num_tasks} {self._unit}, {self.num_samples} samples, "
+            f"{self._rates()}, ETA {left:.0f} s\n"
         )
         sys.stderr.flush()

@@ -15,18 +15,11 @@ _SHOWN: Final = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", help="JSON array or JSON lines (.gz too)")
-    parser.add_argument("--processor", required=True, metavar="NAME_OR_PATH", help="whose tokens are counted")
-    parser.add_argument("--trust-remote-code", action="store_true", help="let the processor bring its own code")
+    arguments.add_processor_arguments(parser, "whose tokens are counted", required=True)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", metavar="FILE", help="the new file (packed if it ends in .gz)")
     target.add_argument("--in-place", action="store_true", help="replace the file, once all is counted")
-    parser.add_argument("--columns", metavar="NAME=FIELD,...", help="columns, where they are not recognised")
-    parser.add_argument("--tags", metavar="NAME=VALUE,...", help="role keys and roles, likewise")
-    parser.add_argument("--media-dir", metavar="DIR", help="what media paths are relative to")
-    parser.add_argument(
-        "--media-first", action="store_true", help="media that no <image> shows go before the first user text"
-    )
-    parser.add_argument("--media-hosts", default="public", metavar="HOST,...", help="web hosts that records may name")
+    arguments.add_form_arguments(parser)
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
     arguments.add_store_arguments(parser)
     arguments.add_output_arguments(parser)
@@ -36,8 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Count; print the sums. Exit code 1 if not one record could be counted."""
     from vlm_stream.convert import precount
 
-    is_told = not (args.json or args.quiet)
-    with output.Progress("precount", enabled=is_told) as progress:
+    with output.Progress("precount", enabled=not (args.json or args.quiet), unit="records") as progress:
         report = precount(
             args.input,
             None if args.in_place else args.out,
@@ -48,13 +40,13 @@ def run(args: argparse.Namespace) -> int:
             media_dir=args.media_dir,
             media_first=args.media_first or None,
             store=arguments.store_options(args),
-            media_hosts=tuple(filter(None, args.media_hosts.split(","))),
+            media_hosts=arguments.parse_names(args.media_hosts),
             workers=args.workers,
-            on_form=(lambda line: output.say(line, stderr=True)) if is_told else None,
+            on_form=progress.say,
             on_record=lambda num_records: progress.step(num_records, samples=1),
         )
     if args.json:
-        output.print_json(report.to_dict())
+        output.print_json(report)
     else:
         for origin, reason in list(report.bad.items())[:_SHOWN]:
             output.say(f"no counts: {origin}: {reason}", stderr=True)

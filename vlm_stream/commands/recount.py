@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
             on_shard=lambda shard, num_shards: progress.step(num_shards, samples=shard.totals.samples),
         )
     if args.json:
-        output.print_json(report.to_dict())
+        output.print_json(report)
     else:
         for bad in report.refused:
             output.say(str(bad))

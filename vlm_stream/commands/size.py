@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from contextlib import closing
@@ -22,6 +21,7 @@ from vlm_stream.commands import arguments, output
 from vlm_stream.commands.plan import BUSY
 from vlm_stream.errors import ConfigError
 from vlm_stream.schema import human_bytes
+from vlm_stream.world import num_cores
 
 if TYPE_CHECKING:
     from vlm_stream.blueprint import Work
@@ -155,7 +155,7 @@ def _needed(found: _Measured, world: int, micro_batches: int, args: argparse.Nam
         "cores_per_gpu": cores / args.gpus,
         "cores_per_node": cores / args.gpus * min(args.gpus_per_node, args.gpus),
         "workers_per_rank": math.ceil(cores / world),
-        "gpus_of_this_machine": (os.cpu_count() or 1) / (cores / args.gpus),
+        "gpus_of_this_machine": num_cores() / (cores / args.gpus),
         "bytes_per_second": bytes_per_batch * batches_per_step / args.step_seconds,
         "memory_of_a_builder": found.memory,
         "core_hours_per_billion_tokens": batch_s / tokens_per_batch * 1e9 / 3600,
@@ -165,14 +165,13 @@ def _needed(found: _Measured, world: int, micro_batches: int, args: argparse.Nam
 
 def _rows(needed: dict[str, float], args: argparse.Namespace) -> dict[str, str]:
     """Return the lines of the table, the answer first."""
-    num_cores = os.cpu_count() or 1
     return {
         f"cores for steps of {args.step_seconds:g} s on {args.gpus:,} GPU{'s' if args.gpus > 1 else ''}": (
             f"{needed['cores']:,.0f} (±{needed['error']:.0%}), {BUSY:.0%} busy"
         ),
         f"cores of each node of {min(args.gpus_per_node, args.gpus)} GPUs": f"{needed['cores_per_node']:,.1f}",
         "workers of each rank (num_workers)": f"{needed['workers_per_rank']:,.0f}",
-        f"GPUs that a machine like this one feeds ({num_cores} cores)": f"{needed['gpus_of_this_machine']:,.1f}",
+        f"GPUs that a machine like this one feeds ({num_cores()} cores)": f"{needed['gpus_of_this_machine']:,.1f}",
         "core-seconds of a step": f"{needed['core_seconds_per_step']:,.2f}",
         "core-seconds of a batch": f"{needed['core_seconds_per_batch']:.3f} ({needed['batches_measured']:,} measured)",
         "bytes from the store, all ranks": f"{human_bytes(needed['bytes_per_second'])}/s",

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         output.write_page(args.html, stats_page(stats, overview(stats), entry_rows(stats)))
     if args.json:
-        output.print_json(stats.to_dict())
+        output.print_json(stats)
         return 0
     output.print_table(stats.url, overview(stats))
     output.print_columns(*entry_rows(stats))
@@ -81,7 +81,7 @@ def overview(stats: DatasetStats) -> dict[str, str]:
 
 
 def entry_rows(stats: DatasetStats) -> list[list[str]]:
-    """Return a row for each entry of the meta file, behind the names of the columns."""
+    """Return the names of the columns, and a row for each entry of the meta file."""
     whole, has_length = stats.totals, any(entry.length is not None for entry in stats.entries.values())
     names = ["entry", "samples", "text tokens", "tokens with media", "images", "videos", "audios", "bytes"]
     rows = [names]

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
             ),
         )
     if args.json:
-        output.print_json(report.to_dict())
+        output.print_json(report)
     else:
         for problem in report.problems:
             output.say(str(problem))

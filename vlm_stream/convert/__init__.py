@@ -11,8 +11,8 @@ elsewhere), `energon`, `lerobot` (datasets of others), `in_place` (any URL becom
 """
 
 from vlm_stream.convert.alone import user_cache
-from vlm_stream.convert.convert import ShardReport, make_shards, open_input
-from vlm_stream.convert.energon import is_metadataset, open_blends
+from vlm_stream.convert.convert import ShardReport, make_shards
+from vlm_stream.convert.energon import open_blends
 from vlm_stream.convert.foreign import IndexOptions, index_tars
 from vlm_stream.convert.in_place import Need, index_urls, open_dataset
 from vlm_stream.convert.options import ShardOptions

@@ -1,6 +1,6 @@
-"""One process at a time writes a place: locks of this machine, and of all that share a folder, where locks reach.
+"""One writer at a time: file locks on this machine, and among all that share a folder whose file system has locks.
 
-Enters: a store and the name of a lock. Leaves: a context that others wait for. A process that dies lets go.
+Enters: a store and the name of a lock. Leaves: a context in which the lock is held; the death of a process releases it.
 """
 
 import hashlib
@@ -25,14 +25,12 @@ def user_cache() -> Path:
 
 @contextmanager
 def alone(store: Store, name: str, does: str, what: str) -> Iterator[None]:
-    """Let one process in at a time, of this machine and of all that share the folder of a local store.
-
-    Where no lock can be had, nobody waits.
+    """Hold a lock, on this machine and among all that share the folder of a local store; without locks nobody waits.
 
     Args:
         store: What is written to.
         name: The lock's file in it.
-        does: What the other one does, for messages.
+        does: What the process that holds it does, for messages.
         what: What it does that to, for messages.
     """
     digest = hashlib.blake2b(f"{store.root}/{name}".encode(), digest_size=10).hexdigest()
@@ -48,7 +46,7 @@ def alone(store: Store, name: str, does: str, what: str) -> Iterator[None]:
             try:
                 yield
             finally:
-                with suppress(OSError):  # while it is held: whoever waits for it sees that it is another file now
+                with suppress(OSError):  # before it is released: a process that waits for it then sees that it is gone
                     place.unlink()
         return
     yield

@@ -1,17 +1,17 @@
-"""Tables of a sample's clips, made once while its bytes are at hand; the file of tables beside an index; its checks.
+"""Tables of a sample's clips, made once while its bytes are at hand; and their checks.
 
 Enters: a conversation whose items name members, the members' bytes and the sizes of the media. Leaves: the sample's
-tables, if it has a clip that is worth it, and their place in the shard's file of tables. For verification: an index
-with that file, and one sample's bytes at a time; then what is wrong.
+tables, if it has a clip that is worth it. For verification: an index with its file of tables, and one sample's bytes at
+a time; then what is wrong.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from crc32c import crc32c
 
 from vlm_stream.clips import (
@@ -20,31 +20,20 @@ from vlm_stream.clips import (
     SampleTable,
     cut_to_items,
     decode_sample,
-    encode_sample,
     parse_clip,
     spare_ranges,
 )
-from vlm_stream.conversation import Seconds, iter_media, named_frames, named_span
+from vlm_stream.conversation import Conversation, Seconds, iter_media, named_frames, named_span
+from vlm_stream.convert.media_bytes import MediaReader
 from vlm_stream.errors import BadSampleError, NotFoundError
+from vlm_stream.format import ShardIndex
 from vlm_stream.media import check_container, find_frames
-from vlm_stream.storage import crc32c_of, open_store
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Mapping
-
-    import numpy.typing as npt
-
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.convert.media_bytes import MediaReader
-    from vlm_stream.format import ShardIndex
-    from vlm_stream.storage import Span, Store, StoreOptions
-    from vlm_stream.tokens import MediaSizes, VideoSize
+from vlm_stream.storage import Span, Store, StoreOptions, crc32c_of, open_store
+from vlm_stream.tokens import MediaSizes, VideoSize
 
 _LEAST_BYTES: Final = 256 << 10
 """Smaller clips are fetched by one request in less time than a second request takes."""
 
-NO_TABLE: Final = (0, 0, 0)
-"""Offset, size and crc32c of the tables of a sample that has none."""
 _COLUMNS: Final = ("offset", "size", "pts", "shown", "begins")
 _FACTS: Final = ("codec", "rate", "is_plain", "start")
 
@@ -58,32 +47,11 @@ class SampleClips(NamedTuple):
     """Of each video; 0: it has no table; below 0: of the part of a file that it shows."""
 
 
-@dataclass(slots=True)
-class TableFile:
-    """The tables of a shard's samples, one after the other."""
-
-    parts: list[bytes] = field(default_factory=list)
-    num_bytes: int = 0
-    whole: Counter[str] = field(default_factory=Counter)
-    """Clips without a table, by reason."""
-
-    def add(self, found: SampleClips, rest: tuple[int, ...]) -> tuple[int, int, int]:
-        """Append the tables of one sample; return offset, size and crc32c."""
-        data = encode_sample(SampleTable(found.items, found.clips, rest))
-        self.parts.append(data)
-        self.num_bytes += len(data)
-        return self.num_bytes - len(data), len(data), crc32c(data)
-
-    def to_bytes(self) -> bytes:
-        """Return the file; empty where no sample has tables."""
-        return b"".join(self.parts)
-
-
 class _Fit(NamedTuple):
     """What a table can do for a clip."""
 
     table: ClipTable | str
-    """Or why there is none."""
+    """Or why there is none; empty for small clips."""
     first: int
     """Of the frames that are shown."""
     frames: int
@@ -108,10 +76,6 @@ class ClipTables:
         self.whole: dict[str, str] = {}
         """Why a member is read whole; small ones are not named."""
 
-    def of(self, content: bytes) -> ClipTable | str:
-        """Return the table that is kept of a clip; or why there is none, empty for small ones."""
-        return "" if len(content) < _LEAST_BYTES else self.walked(content)
-
     def walked(self, content: bytes) -> ClipTable | str:
         """Return the table of a clip of any size, whose bytes outlive this object; or why there is none."""
         if id(content) not in self._found:
@@ -123,19 +87,12 @@ class ClipTables:
             self._found[id(content)] = table
         return self._found[id(content)]
 
-    def size_of(self, content: bytes) -> tuple[int, int, int, float] | None:
-        """Return frames, height, width and frames per second of a clip as its table has them; None: ask a decoder."""
-        table = self.walked(content)
-        if isinstance(table, str) or not table.fps:
-            return None
-        return table.num_frames, *table.sides, table.fps
-
     def fitting(self, content: bytes, size: VideoSize, seconds: Seconds | None) -> _Fit:
         """Return the table by which a clip, or some seconds of it, can be cut; or why it has none.
 
         It has the frames and the rate that the index says: then the same frames are picked, however the clip is read.
         """
-        table = self.of(content)
+        table = "" if len(content) < _LEAST_BYTES else self.walked(content)
         if isinstance(table, str):
             return _Fit(table, 0, 0)
         if table.num_gops == 1:

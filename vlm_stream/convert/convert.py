@@ -27,7 +27,7 @@ import numpy as np
 
 from vlm_stream.convert.alone import alone
 from vlm_stream.convert.counting import open_counter
-from vlm_stream.convert.engines import Engine, LocalEngine, RayEngine, choose_workers, num_cores
+from vlm_stream.convert.engines import Engine, LocalEngine, RayEngine, choose_workers
 from vlm_stream.convert.job import (
     JOB_FOLDER,
     LEDGER,
@@ -59,8 +59,9 @@ from vlm_stream.convert.shard_task import (
 )
 from vlm_stream.errors import BadBudgetError, ConfigError, SourceError, StorageError, nearest_name
 from vlm_stream.format import Manifest, ShardList, TokenCounting, Totals, save_manifest
-from vlm_stream.sources import RecordSource, open_source
+from vlm_stream.sources import RecordSource, SourceGroup, open_source
 from vlm_stream.storage import Store, open_store
+from vlm_stream.world import num_cores
 
 _LOG = logging.getLogger(__name__)
 _CHUNK: Final = 2000  # records that are measured by one task
@@ -105,6 +106,7 @@ def make_shards(
     out: str | os.PathLike[str],
     *,
     options: ShardOptions | None = None,
+    on_form: Callable[[str], object] | None = None,
     on_part: Callable[[ShardPart, int], None] | None = None,
     **settings: Any,
 ) -> ShardReport:
@@ -117,6 +119,7 @@ def make_shards(
         input: Path or URL of the data, or anything with `name`, `len()` and `read(i)`.
         out: Path or object-store URL of the dataset.
         options: What to do; or give its fields as keywords.
+        on_form: Called with a line for each data file that says its form; None: it goes to the log or standard error.
         on_part: Called with every finished shard and the number of shards to be written, for progress.
         settings: Fields of `ShardOptions`, such as `workers=8`.
 
@@ -131,10 +134,10 @@ def make_shards(
             raise ConfigError(f"make_shards has no option '{name}'; {nearest_name(name, known)}")
     options = replace(options or ShardOptions(), **settings)
     store = open_store(os.fspath(out), options.store)
-    source = open_input(input, options)
+    source = _open_input(input, options)
     if isinstance(input, (str, os.PathLike)):
-        for name, line in getattr(source, "lines", {}).items():
-            _tell(f"{name}: {line}")
+        for name, line in source.lines.items():
+            (on_form or _tell)(f"{name}: {line}")
     if not len(source):
         name = os.fspath(input) if isinstance(input, (str, os.PathLike)) else f"the source '{input.name}'"
         raise SourceError(f"{name} has no records, so there is nothing to convert and nothing was written.")
@@ -145,7 +148,7 @@ def make_shards(
 
 
 def _convert(
-    source: RecordSource,
+    source: SourceGroup,
     store: Store,
     options: ShardOptions,
     note: TokenCounting,
@@ -160,12 +163,12 @@ def _convert(
             store.root,
             options.say("overwrite", True),
         )
-        with suppress(StorageError):  # a kill behind the manifest leaves it; a target may be read-only by now
+        with suppress(StorageError):  # left by a kill after the manifest; the target may be read-only by now
             _clean_up(store)
         return _report(store, manifest, len(source), len(manifest.shards))
     context = ShardContext(source=source, out=store.root, options=options)
     engine = _open_engine(context)
-    order = record_order(len(source), options.shuffle, getattr(source, "block_ends", None))
+    order = record_order(len(source), options.shuffle, source.block_ends)
     begun, media = load_job(store, options), media_places(source, options)
     borders = _cut(context, order, engine) if begun is None else begun.borders
     job = Job(parameters=parameters, borders=borders, media=media)
@@ -178,7 +181,7 @@ def _convert(
         parts, num_bad = {number: part for number, part in parts.items() if not _num_bad(part)}, 0
     num_kept = len(parts)
     tasks = _missing_tasks(source, job, order, parts, engine.workers)
-    with closing(engine.run(context, tasks)) as running:  # its processes end before whoever comes next may begin
+    with closing(engine.run(context, tasks)) as running:  # its processes end before the lock is released
         coming = itertools.chain.from_iterable(running)
         for part in flush_in_background(store.root, coming, kept=tuple(parts)) if is_local(store) else coming:
             parts[part.number] = part
@@ -195,14 +198,16 @@ def _convert(
     return report
 
 
-def open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOptions) -> RecordSource:
+def _open_input(given: str | os.PathLike[str] | RecordSource, options: ShardOptions) -> SourceGroup:
+    if isinstance(given, SourceGroup):
+        return given
     if not isinstance(given, (str, os.PathLike)):
         if not all(hasattr(given, name) for name in ("name", "__len__", "read")):
             raise ConfigError(
                 f"the input is a {type(given).__name__}, which is neither a path or URL nor a source of records (an "
                 f"object with name, len() and read(i)); nothing was written."
             )
-        return given
+        return SourceGroup([given], name=given.name)
     return open_source(
         os.fspath(given),
         names=options.names,
@@ -250,12 +255,12 @@ def _cut(context: ShardContext, order: Ints, engine: Engine) -> Ints:
 
 
 def _missing_tasks(
-    source: RecordSource, job: Job, order: Ints, parts: dict[int, ShardPart], workers: int
+    source: SourceGroup, job: Job, order: Ints, parts: dict[int, ShardPart], workers: int
 ) -> list[tuple[ShardTask, ...]]:
     """Return the shards to be written; together those that one of several processes writes after each other."""
     missing = [number for number in range(job.num_shards) if number not in parts]
     tasks = [ShardTask(number, order[job.borders[number] : job.borders[number + 1]]) for number in missing]
-    ends = getattr(source, "block_ends", None)
+    ends = source.block_ends
     if ends is None or workers == 1:
         return [(task,) for task in tasks]
     blocks = np.searchsorted(ends, order[job.borders[missing]], side="right").tolist()

@@ -1,8 +1,8 @@
 """Datasets of Megatron-Energon, used where they are: which tars a split has, what its samples are, what a blend mixes.
 
-Enters: the URL of a folder with `.nv-meta/`, or of a metadataset's YAML; `#val` behind it names the split (`train` by
-default), `;dataset_config=FILE` and `;split_config=FILE` behind that other files of `.nv-meta/`. Leaves: names of tars
-with a field map, or a list of such datasets with weights. Code that a dataset brings along is never run: a dataset
+Enters: the URL of a folder with `.nv-meta/`, or of a metadataset's YAML; `#val` after it names the split (`train` by
+default), `;dataset_config=FILE` and `;split_config=FILE` after that other files of `.nv-meta/`. Leaves: `Tars` with a
+field map, or a list of such datasets with weights. Code that a dataset brings along is never run: a dataset
 that needs it is refused.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
+from vlm_stream.convert.foreign import BYTES, Tars
 from vlm_stream.errors import ConfigError, DatasetError, NotFoundError, nearest_name
 from vlm_stream.format import DEFAULT_PROMPTS, SAMPLE_FIELDS, FieldMap
 from vlm_stream.recipe import SourceOptions
@@ -41,21 +42,8 @@ _MOST: Final = 1e12
 """Of a weight, or of repetitions."""
 
 
-@dataclass(frozen=True, slots=True)
-class EnergonPart:
-    """One split of an Energon dataset."""
-
-    names: tuple[str, ...]
-    """Its tars, relative to the dataset's folder."""
-    excluded: frozenset[str]
-    """Samples that are left out, as `TAR/KEY`."""
-    fields: FieldMap | None
-    """How samples become conversations; None: crude samples, whose layout is guessed as that of any tar."""
-    subflavors: dict[str, Any]
-
-
 def split_fragment(url: str) -> tuple[str, str, dict[str, str]]:
-    """Return the URL before `#`, the split behind it, and the settings behind that.
+    """Return the URL before `#`, the split after it, and the settings after that.
 
     >>> split_fragment("coco/#val;split_config=small.yaml")
     ('coco', 'val', {'split_config': 'small.yaml'})
@@ -77,8 +65,8 @@ def is_energon(store: Store) -> bool:
     return any(_get(store, name) is not None for name in _INFO)
 
 
-def read_energon(store: Store, split: str, settings: Mapping[str, str], *, as_bytes: bool = False) -> EnergonPart:
-    """Return what a split of an Energon dataset is (`train` by default).
+def read_energon(store: Store, split: str, settings: Mapping[str, str], *, as_bytes: bool = False) -> Tars:
+    """Return the tars of a split of an Energon dataset (`train` by default).
 
     `settings` name other files of `.nv-meta/`, and subflavors from outside as JSON. Where samples are handed out as
     bytes their type does not matter.
@@ -100,11 +88,17 @@ def read_energon(store: Store, split: str, settings: Mapping[str, str], *, as_by
     if config.get("subflavor") is not None:
         subflavors.setdefault("__subflavor__", config["subflavor"])
     subflavors = _as_json(subflavors | _given_subflavors(settings, store.root), store.root)
-    fields = None if as_bytes else _read_fields(store.root, config)
-    return EnergonPart(names, frozenset(name for name in excluded if not name.endswith(".tar")), fields, subflavors)
+    return Tars(
+        root=store.root,
+        names=names,
+        fields=BYTES if as_bytes else _read_fields(store.root, config),
+        excluded=frozenset(name for name in excluded if not name.endswith(".tar")),
+        subflavors=subflavors,
+    )
 
 
 def _read_fields(root: str, config: dict[str, Any]) -> FieldMap | None:
+    """Return how samples become conversations; None: crude samples, whose layout is guessed as that of any tar."""
     given = config.get("sample_type")
     name = given.get("__class__", "") if isinstance(given, dict) else config.get("__class__", "")
     if not name or name in _CRUDE:
@@ -332,7 +326,7 @@ def _mapping(value: Any, what: str, where: str) -> dict[str, Any]:
 
 
 def _given_subflavors(settings: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Return the subflavors behind a URL."""
+    """Return the subflavors that a URL ends with."""
     try:
         return _mapping(json.loads(settings.get("subflavors", "{}")), "subflavors", where)
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
 """Engines: run one function over many tasks, in processes of this machine or on a Ray cluster.
 
-Enters: a picklable function of one task, and tasks. Leaves: their results, in whatever order they finish. An engine
-knows nothing of shards; a worker that dies costs the task in hand, which is run again in a process of its own. A
-function may tell which record it works on (`working_on`): one that ends its process again and again is left out.
+Enters: a picklable function of one task, and tasks. Leaves: their results, in the order in which they finish. An engine
+knows nothing of shards. The task of a worker that dies is run again in a process of its own. A function may say which
+record it works on (`working_on`): a record that ends its process repeatedly is left out.
 
 With Ray (extra `ray`) every node must be able to import this package and to reach input and target by the same paths or
 URLs. A task leaves either a whole shard or nothing, so running it twice is safe.
@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from vlm_stream.convert.processes import run_in_processes
 from vlm_stream.errors import ConfigError, MissingExtraError, VlmStreamError
+from vlm_stream.world import num_cores
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,10 +28,6 @@ _MAX_RETRIES: Final = 10
 _START_SECONDS: Final = 1.5  # of a process that imports this package
 _PROCESSOR_SECONDS: Final = 5.0
 _WORTH: Final = 1.25  # how much sooner the end must come: starts cost the other cores as well
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_workers(seconds: float, num_tasks: int, *, with_processor: bool = False) -> int:

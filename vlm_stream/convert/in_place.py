@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from vlm_stream.convert.alone import alone, user_cache
 from vlm_stream.convert.energon import is_energon, read_energon, split_fragment
-from vlm_stream.convert.foreign import IndexOptions, index_tars, write_indexes
+from vlm_stream.convert.foreign import BYTES, IndexOptions, Tars, index_tars, write_indexes
 from vlm_stream.convert.job import LEDGER, ShardPart, is_local
-from vlm_stream.convert.lerobot import index_video, is_lerobot, lerobot_videos
+from vlm_stream.convert.lerobot import is_lerobot, lerobot_videos
 from vlm_stream.convert.tar_samples import find_layout
 from vlm_stream.errors import ConfigError, DatasetError, NotFoundError, VlmStreamError
 from vlm_stream.format import FORMAT_VERSION, MANIFEST, FieldMap, IndexCache, Manifest, OpenDataset, load_manifest
@@ -40,20 +40,6 @@ _VIDEO_THREADS: Final = 2
 """Each has a file in memory."""
 _ASKING: Final = 32
 _LINE_SECONDS: Final = 10.0
-_BYTES: Final = FieldMap(layout="bytes")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InPlace:
-    """Tars that are used where they are."""
-
-    url: str  # as the user named them
-    root: str
-    names: tuple[str, ...]
-    fields: FieldMap | None = None  # None: as the first samples show
-    excluded: frozenset[str] = frozenset()
-    subflavors: dict[str, Any] | None = None
-    is_lerobot: bool = False  # they are MP4 files
 
 
 def open_dataset(
@@ -77,12 +63,9 @@ def open_dataset(
             if not isinstance(error.__cause__, NotFoundError):
                 raise
             missing = error
-    tars = _find_tars(url, store, missing, need)
-    threads = _VIDEO_THREADS if tars.is_lerobot else _THREADS
-    found, only = _find_place(tars, store) or (
-        index_in_place(tars, IndexOptions(threads=threads, store=store), need=need),
-        None,
-    )
+    tars = _find_tars(url, store, need, missing)
+    options = IndexOptions(threads=_THREADS if tars.index is None else _VIDEO_THREADS, store=store)
+    found, only = _find_place(tars, store) or (index_in_place(tars, options, need=need), None)
     dataset = OpenDataset(found, store, cache, only=only, tars=tars.root)
     if tars.subflavors:
         fields = dataset.manifest.fields
@@ -104,7 +87,7 @@ def _checked(dataset: OpenDataset, url: str, need: Need) -> OpenDataset:
 def index_urls(
     urls: Sequence[str], options: IndexOptions, *, on_part: Callable[[ShardPart, int], None] | None = None
 ) -> tuple[Manifest, str]:
-    """Index tars into `options.out`, or beside them; what cannot be written there, and Energon's, where it is sought.
+    """Index tars into `options.out`, or beside them; where that is impossible, and for Energon, where loaders look.
 
     Returns:
         The manifest, and where it is.
@@ -117,7 +100,7 @@ def index_urls(
                     f"a layout was named, and the index of {urls[0]} goes where loaders look for the layout that the "
                     f"tars show themselves, so it would not be found; name a folder by --out, and give that to loaders"
                 )
-            tars = _find_tars(urls[0], options.store, None, "conversation")
+            tars = _find_tars(urls[0], options.store)
             place = index_in_place(tars, options, on_part=on_part)
             return load_manifest(open_store(place, options.store)), place
     manifest = index_tars(urls, options, on_part=on_part)
@@ -143,22 +126,18 @@ def _can_write(urls: Sequence[str], options: IndexOptions) -> bool:
     return True
 
 
-def _find_tars(url: str, options: StoreOptions | None, missing: DatasetError | None, need: Need) -> InPlace:
-    as_bytes = need == "bytes"
+def _find_tars(
+    url: str, options: StoreOptions | None, need: Need = "conversation", missing: DatasetError | None = None
+) -> Tars:
+    fields = BYTES if need == "bytes" else None
     if names_tars(url):
         root, names = expand_urls([url], options)
-        return InPlace(url=url, root=root, names=tuple(names), fields=_BYTES if as_bytes else None)
+        return Tars(url=url, root=root, names=tuple(names), fields=fields)
     base, split, settings = split_fragment(url)
     store = open_store(base, options)
     if is_energon(store):
-        part = read_energon(store, split, settings, as_bytes=as_bytes)
-        return InPlace(
-            url=url.partition(";subflavors=")[0],
-            root=store.root,
-            names=part.names,
-            fields=_BYTES if as_bytes else part.fields,
-            excluded=part.excluded,
-            subflavors=part.subflavors,
+        return replace(
+            read_energon(store, split, settings, as_bytes=need == "bytes"), url=url.partition(";subflavors=")[0]
         )
     if split:
         raise ConfigError(
@@ -166,23 +145,21 @@ def _find_tars(url: str, options: StoreOptions | None, missing: DatasetError | N
             f"it has no splits; leave '#{split}' out, or run: energon prepare"
         )
     if is_lerobot(store):
-        videos, digest = lerobot_videos(store, options)
-        fields = FieldMap(layout="native", tags={"episodes": digest})
-        return InPlace(url=url, root=store.root, names=videos, fields=fields, is_lerobot=True)
+        return replace(lerobot_videos(store, options), url=url)
     try:
         names = [info.path for info in store.list() if info.path.endswith(".tar")]
     except VlmStreamError:
         names = []  # web servers list nothing
     if not names:
         raise missing or DatasetError(f"{url} holds no tar, so there is nothing to stream.")
-    return InPlace(url=url, root=store.root, names=tuple(names), fields=_BYTES if as_bytes else None)
+    return Tars(url=url, root=store.root, names=tuple(names), fields=fields)
 
 
-def _find_place(tars: InPlace, options: StoreOptions | None) -> tuple[str, tuple[str, ...] | None] | None:
+def _find_place(tars: Tars, options: StoreOptions | None) -> tuple[str, tuple[str, ...] | None] | None:
     """Return where the index of these tars is, and which of its tars are meant if it has others; None: nowhere."""
     store = open_store(tars.root, options)
     infos = _look(store, tars.names)
-    if tars.fields in (None, _BYTES) and not tars.excluded:
+    if tars.fields in (None, BYTES) and not tars.excluded:
         manifest = _manifest_at(tars.root, options)
         is_ours = manifest is not None and not manifest.tars and set(tars.names) <= set(manifest.shards.column("name"))
         # Whoever wants every sample as it lies cannot use an index that leaves some out.
@@ -197,7 +174,7 @@ def _find_place(tars: InPlace, options: StoreOptions | None) -> tuple[str, tuple
 
 
 def index_in_place(
-    tars: InPlace,
+    tars: Tars,
     options: IndexOptions,
     *,
     need: Need = "conversation",
@@ -224,9 +201,7 @@ def index_in_place(
                 len(infos), human_bytes(num_bytes), tars.url, place, tars.url,
             )  # fmt: skip
         out = open_store(place, options.store)
-        options = replace(options, fields=fields, excluded=tars.excluded)
-        index = index_video if tars.is_lerobot else None
-        manifest = write_indexes(store, tars.names, out, options, on_part=on_part or _Lines(num_bytes), index=index)
+        manifest = write_indexes(tars, out, fields, options, on_part=on_part or _Lines(num_bytes))
         if on_part is None:
             dropped = ", ".join(f"{count} {reason}" for reason, count in manifest.dropped.items()) or "none"
             logger.warning(
@@ -254,13 +229,13 @@ class _Lines:
             )  # fmt: skip
 
 
-def _guess(store: Store, tars: InPlace, need: Need) -> FieldMap:
+def _guess(store: Store, tars: Tars, need: Need) -> FieldMap:
     try:
         return find_layout(store, tars.names)
     except ConfigError as error:
         if need == "conversation":
             raise ConfigError(f"{error} Do that with: vlm-stream index '{tars.url}' --layout ...") from error
-        return _BYTES
+        return BYTES
 
 
 def _look(store: Store, names: tuple[str, ...]) -> list[ObjectInfo]:
@@ -277,7 +252,7 @@ def _look(store: Store, names: tuple[str, ...]) -> list[ObjectInfo]:
         return list(pool.map(lambda name: listed.get(name) or store.head(name), names))
 
 
-def _key(tars: InPlace, store: Store, infos: list[ObjectInfo]) -> str:
+def _key(tars: Tars, store: Store, infos: list[ObjectInfo]) -> str:
     """Return the name of the place: the same for the same tars, used in the same way."""
     seen = [[name, info.size, info.etag] for name, info in zip(tars.names, infos, strict=True)]
     how = [None if tars.fields is None else tars.fields.to_json(), sorted(tars.excluded)]
@@ -298,7 +273,7 @@ def _manifest_at(place: str, options: StoreOptions | None) -> Manifest | None:
         raise
 
 
-def _check_unchanged(tars: InPlace, manifest: Manifest, infos: list[ObjectInfo]) -> None:
+def _check_unchanged(tars: Tars, manifest: Manifest, infos: list[ObjectInfo]) -> None:
     """Refuse an index that was made for other tars: it may have a layout that only its maker knows."""
     shards = manifest.shards
     columns = map(shards.column, ("name", "bytes", "etag"))
@@ -312,7 +287,7 @@ def _check_unchanged(tars: InPlace, manifest: Manifest, infos: list[ObjectInfo])
             )
 
 
-def _writable_place(tars: InPlace, key: str, options: StoreOptions | None) -> str:
+def _writable_place(tars: Tars, key: str, options: StoreOptions | None) -> str:
     beside, cached = _places(tars.root, key)
     note = json.dumps({"tars": tars.url, "made by": "vlm-stream: an index of tars that are used in place"}) + "\n"
     try:

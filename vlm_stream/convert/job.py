@@ -41,7 +41,7 @@ from vlm_stream.format import (
 )
 from vlm_stream.ledger import BadSample
 from vlm_stream.plan import mix64
-from vlm_stream.sources import RecordSource
+from vlm_stream.sources import RecordSource, SourceGroup
 from vlm_stream.storage import Store, scheme_of
 
 Ints = npt.NDArray[np.int64]
@@ -212,7 +212,7 @@ class Job:
         return len(self.borders) - 1
 
 
-def job_parameters(source: RecordSource, options: ShardOptions, tokens: TokenCounting) -> dict[str, Any]:
+def job_parameters(source: SourceGroup, options: ShardOptions, tokens: TokenCounting) -> dict[str, Any]:
     """Return everything that the bytes of the shards depend on but the media files, as JSON values."""
     same = ("samples_per_shard", "max_shard_bytes", "shuffle", "on_mismatch", "confine_media", "exif_rotate")
     return {
@@ -228,20 +228,20 @@ def job_parameters(source: RecordSource, options: ShardOptions, tokens: TokenCou
     }
 
 
-def media_places(source: RecordSource, options: ShardOptions) -> list[Any]:
+def media_places(source: SourceGroup, options: ShardOptions) -> list[Any]:
     """Return where media are looked for, as JSON values."""
-    forms = [getattr(member, "form", None) for member in getattr(source, "members", (source,))]
+    forms = [getattr(member, "form", None) for member in source.members]
     return [[form and form.media_dir for form in forms], list(options.media_hosts)]
 
 
-def _input_digest(source: RecordSource) -> str:
+def _input_digest(source: SourceGroup) -> str:
     """Return a digest of the data files and of the forms by which they are read.
 
     Of tables, which are not read whole, some records are looked at as well; of a source that is no file, records alone,
     spread evenly: cheap, and another input hardly ever has the same.
     """
     digest = hashlib.sha256()
-    for member in getattr(source, "members", (source,)):
+    for member in source.members:
         num_read = len(member)
         if hasattr(member, "digest"):
             digest.update(member.digest().encode())

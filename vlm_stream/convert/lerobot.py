@@ -12,24 +12,19 @@ import json
 import re
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from vlm_stream.convert.foreign import IndexContext, IndexTask, Tars
 from vlm_stream.convert.job import ShardPart, bad_sample
 from vlm_stream.convert.media_bytes import KeptFile, MediaReader
-from vlm_stream.convert.rows import ShardWriter, check_fits_index, write_index
-from vlm_stream.convert.sample import build_sample
+from vlm_stream.convert.rows import ShardWriter
+from vlm_stream.convert.shard_task import make_sample
 from vlm_stream.errors import BadSampleError, ConfigError, StorageError, blame_sample
-from vlm_stream.format import read_groups
-from vlm_stream.ledger import BadSample
+from vlm_stream.format import FieldMap, read_groups
 from vlm_stream.sources import Record
-from vlm_stream.storage import open_store
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from vlm_stream.convert.foreign import IndexContext, IndexTask
-    from vlm_stream.storage import Store, StoreOptions
+from vlm_stream.storage import Store, StoreOptions, open_store
 
 _INFO: Final = "meta/info.json"
 _EPISODES: Final = "meta/episodes/"
@@ -64,13 +59,15 @@ def is_lerobot(store: Store) -> bool:
     return True
 
 
-def lerobot_videos(store: Store, options: StoreOptions | None) -> tuple[tuple[str, ...], str]:
-    """Return the MP4 files that episodes are in, and a digest of what is known of these."""
+def lerobot_videos(store: Store, options: StoreOptions | None) -> Tars:
+    """Return the MP4 files that episodes are in; their field map has a digest of what is known of these."""
     _episodes.cache_clear()  # the dataset may have grown
     found = _episodes(store.root, options)
     if not found:
         raise ConfigError(f"no episode of {store.root} has a video, so there is nothing to stream.")
-    return tuple(sorted(found)), hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=10).hexdigest()
+    digest = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=10).hexdigest()
+    fields = FieldMap(layout="native", tags={"episodes": digest})
+    return Tars(root=store.root, names=tuple(sorted(found)), fields=fields, index=_index_video)
 
 
 def _read_info(store: Store) -> dict[str, Any]:
@@ -135,28 +132,26 @@ def _video_path(pattern: Any, camera: str, chunk: int, file: int) -> str:
     return path
 
 
-def index_video(context: IndexContext, task: IndexTask) -> ShardPart:
+def _index_video(context: IndexContext, task: IndexTask) -> ShardPart:
     options = context.options.store
-    store, out = open_store(context.tars, options), open_store(context.out, options)
+    store, out = open_store(context.tars.root, options), open_store(context.out, options)
     number, video = task
     url, name = store.url(video), f"{video}.tar"
     reader = MediaReader(options=options)
     reader.kept = KeptFile(url, bytes(store.get(video)), stays=True)
-    bad: list[BadSample] = []
     with tempfile.TemporaryFile(buffering=0) as file:
         writer = ShardWriter(file)
         writer.name_outside(url, len(reader.kept.content))
-        for each in _episodes(context.tars, options)[video]:
+        for each in _episodes(context.tars.root, options)[video]:
             try:
                 _add(writer, each, reader, context)
             except Exception as fault:  # a file can hold anything
                 blamed = blame_sample(fault, "convert", "bad_record", "the episode cannot be used")
-                bad.append(bad_sample(each.camera, _name(each), blamed, shard=name))
+                writer.bad.append(bad_sample(each.camera, _name(each), blamed, shard=name))
         crc32c = writer.finish()
         file.seek(0)
         out.put(name, file.read())
-    entry = write_index(out.put, name, writer.rows, writer.tables, num_bytes=writer.num_bytes, crc32c=crc32c)
-    return ShardPart(number=number, entry=entry, bad=tuple(bad), whole=dict(writer.tables.whole))
+    return writer.write(out.put, number, name, num_bytes=writer.num_bytes, crc32c=crc32c)
 
 
 def _add(writer: ShardWriter, episode: _Episode, reader: MediaReader, context: IndexContext) -> None:
@@ -172,10 +167,7 @@ def _add(writer: ShardWriter, episode: _Episode, reader: MediaReader, context: I
             {"role": "assistant", "content": [{"type": "text", "text": episode.task}]},
         ],
     )
-    sample = build_sample(record, reader)
-    counts = context.counter.count(sample.conversation, sample.sizes)
-    check_fits_index(counts.text_tokens, sample.sizes)
-    writer.add(_name(episode), sample, counts)
+    writer.add(_name(episode), *make_sample(record, reader, context.counter))
 
 
 def _name(episode: _Episode) -> str:

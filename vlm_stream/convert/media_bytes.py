@@ -1,10 +1,10 @@
 """Where a record's media come from: a path, a URL, an LMDB entry or bytes become bytes.
 
-Enters: what a media item names. Leaves: its bytes, or `BadSampleError` with a reason to count by; or just its size, for
+Enters: what a media item names. Leaves: its bytes, or `BadSampleError` with a reason to count by; or its size, for
 planning. What the bytes mean is not known here.
 
-Web addresses are asked for as they are written, with their escapes and queries (signed URLs), and answers need not say
-their length: that is more than the object stores' client does.
+Web addresses are requested as written, with escapes and queries (signed URLs), and answers may lack a Content-Length:
+the object stores' client can do neither.
 """
 
 import base64

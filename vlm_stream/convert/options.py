@@ -45,7 +45,7 @@ class ShardOptions:
     """Refuse media outside of their source's media_dir."""
     media_hosts: tuple[str, ...] = (PUBLIC,)
     """Hosts that records may name in web addresses, also as patterns (`*.example.com`); `public`: any that has public
-    addresses alone. Others are refused, also behind redirects."""
+    addresses alone. Others are refused, also after redirects."""
     media_limits: MediaLimits | None = None
     """The largest media that are taken."""
     exif_rotate: bool = False
@@ -71,18 +71,18 @@ class ShardOptions:
     def __post_init__(self) -> None:
         if isinstance(self.media_hosts, str):
             object.__setattr__(self, "media_hosts", (self.media_hosts,))
-        for name in ("samples_per_shard", "workers", "max_shard_bytes"):
+        for name, least in (("samples_per_shard", 1), ("workers", 1), ("max_shard_bytes", 1), ("shuffle", 0)):
             value = getattr(self, name)
             if value is None and name != "samples_per_shard":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{self.say(name)} is {value!r}, but must be a whole number of at least 1.")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{self.say(name)} is {value!r}, but must be a whole number of at least {least}.")
         if self.engine not in ENGINES:
             raise ConfigError(f"'{self.engine}' is no engine; {nearest_name(self.engine, ENGINES)}")
         budget = self.bad_budget
         if budget is not None and not (isinstance(budget, (int, float)) and 0 <= budget <= 1):
             raise ConfigError(f"{self.say('bad_budget')} is {budget}, but is a share of the records: between 0 and 1.")
-        if self.shuffle is not None and not 0 <= self.shuffle < 2**64:
+        if self.shuffle is not None and self.shuffle >= 2**64:
             raise ConfigError(f"{self.say('shuffle')} is {self.shuffle}, but a seed lies between 0 and 2**64 - 1.")
 
     @property

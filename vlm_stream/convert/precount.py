@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
@@ -40,9 +40,6 @@ class PrecountReport:
     text_tokens: int = 0
     media_tokens: int = 0
     bad: dict[str, str] = field(default_factory=dict)  # records that have no counts, and why
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def precount(

@@ -1,11 +1,11 @@
-"""Processes of this machine that run tasks, and may die: the parent's side first, then the child's.
+"""Local processes that run tasks and may die: the parent's side first, then the child's.
 
-A process shares one connection with its parent, and the number of the record that it works on, which may end it: no
-queue and no lock, which a killed process would keep for ever. The end of the connection is the sign of its death, also
-in the middle of a result, because nobody but the process holds the other end.
+A process shares with its parent one connection, and the number of the record in work: no queue and no lock, which a
+killed process would hold for ever. Its death closes the connection, also in the middle of a result, because nobody else
+holds the other end.
 
-Processes are spawned, not forked: the parent may hold threads of storage clients and of tokenizers. The function goes
-to each of them once, tasks one by one, so a function may carry a whole catalog of records. Answers are `(True, result)`
+Processes are spawned, not forked: the parent may have threads of storage clients and tokenizers. The function is sent
+to each process once, tasks one by one, so a function may carry a whole catalog of records. Answers are `(True, result)`
 and `(False, error, trace)`.
 """
 
@@ -18,16 +18,14 @@ import os
 import pickle
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vlm_stream.allocator import keep_freed_memory
 from vlm_stream.errors import VlmStreamError, hide_secrets
 from vlm_stream.lifetimes import die_with_parent, say_exit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NO_RECORD: Final = -1
 _LOG = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ class TraceError(Exception):
 def run_in_processes(workers: int, function: Any, tasks: Iterator[Any]) -> Iterator[Any]:
     """Yield `function(task)` for every task, as they finish.
 
-    When a process dies the others finish what they have in hand, and what it worked on is run again, alone.
+    When a process dies, the others finish their tasks first; then its task is run again, alone.
     """
     packed = bytes(ForkingPickler.dumps(function))
     processes: list[_Process] = []
@@ -84,7 +82,7 @@ def run_in_processes(workers: int, function: Any, tasks: Iterator[Any]) -> Itera
 
 
 def _end(processes: list[_Process]) -> None:
-    """Hang up, and wait until all have ended and with them what they have in hand: what is finished is kept."""
+    """Close the connections, and wait until all have finished their tasks and ended: what is finished is kept."""
     for process in processes:
         process.connection.close()
     while processes:
@@ -123,7 +121,7 @@ class _Process:
         self.task: Any = None
         self.is_busy = False
         self.connection, theirs = context.Pipe()
-        with theirs:  # closed here: else nobody would see the process's end of it go
+        with theirs:  # closed here: else the death of the process would not end the connection
             arguments = (theirs, self._note, left_out, os.getpid())
             self._process = context.Process(target=serve, args=arguments, daemon=True, name="vlm-stream-convert")
             self._process.start()
@@ -198,12 +196,12 @@ def is_left_out(record: int) -> bool:
 
 
 def serve(connection: Any, note: Any, left_out: frozenset[int], parent: int) -> None:
-    """Run tasks until the parent hangs up."""
+    """Run tasks until the parent closes the connection."""
     global _note, _left_out
     _note, _left_out = note, left_out
     die_with_parent(parent)
     keep_freed_memory()
-    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):  # the parent has hung up, or tells of Ctrl-C
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):  # the parent has closed it, or Ctrl-C
         _serve(connection)
 
 

@@ -1,7 +1,7 @@
 """Text tokens and labels counted again, for another processor. Indexes and manifest are rewritten; no tar is.
 
-Enters: a dataset's URL and a processor. Leaves: the dataset with other counts; and where tars do not keep the tokens,
-these in files beside the indexes. Only the JSON and text members are read, by range. The manifest is written last;
+Enters: a dataset's URL and a processor. Leaves: the dataset with other counts; and the tokens in files beside the
+indexes, where tars do not keep them. Only the JSON and text members are read, by range. The manifest is written last;
 after an interruption the recount is run again.
 
 Whoever trains on a dataset whose text was only guessed can learn how far the guess is off (`fit_guess`), from a few
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from vlm_stream.convert.counting import ExactCounter, open_counter
 from vlm_stream.convert.engines import LocalEngine, choose_workers
 from vlm_stream.convert.in_place import open_dataset
 from vlm_stream.convert.job import Ints, bad_sample
-from vlm_stream.convert.rows import NO_TEXT, SampleCounts, TextFile, check_fits_index, recounted_index
+from vlm_stream.convert.rows import NOWHERE, SampleCounts, TextFile, check_fits_index, recounted_index
 from vlm_stream.convert.sample import picked_frames
 from vlm_stream.encode import Steps, kept_text_key
 from vlm_stream.errors import StorageError, blame_sample
@@ -71,9 +71,6 @@ class RecountReport:
     """Samples that the processor cannot count; they keep their old count, and bring no labels."""
     seconds: float = 0.0
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recounter:
@@ -103,14 +100,14 @@ class _Recounter:
         none = -1 if self.processor is None else 0
         counts = [SampleCounts(text, none) for text, _ in before]
         refused = []
-        kept, places = TextFile(self.fields), [NO_TEXT] * len(index)
+        kept, places = TextFile(fields=self.fields), [NOWHERE] * len(index)
         for row, texts in _iter_texts(tars, shard.name, index, range(len(index))):
             names = [member.name for member in index.members(row)]
             try:
                 conversation, own = read_sample(self.fields, names, texts)
                 counts[row], tokens = counter.count_and_keep(conversation, _sizes(index, row, conversation))
                 check_fits_index(counts[row].text_tokens, MediaSizes())
-                places[row] = kept.add(conversation, tokens, own, texts)
+                places[row] = kept.keep(conversation, tokens, own, texts)
             except Exception as error:  # tars made elsewhere hold anything
                 counts[row] = SampleCounts(before[row].text_tokens, none)
                 bad = blame_sample(error, "convert", "bad_form", "the sample cannot be counted")

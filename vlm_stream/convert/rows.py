@@ -1,9 +1,9 @@
-"""A shard's files: samples laid into a tar, the rows of its index, and the tokens of texts that the tar does not keep.
+"""A shard's files: samples laid into a tar, the rows of its index, and the files beside that.
 
-Enters: samples with their keys, in order, or what the reader of a tar learned of them. Leaves: the bytes of a tar,
-written front to back; a row for each sample, with the place and the checksum of its bytes; the Parquet bytes of all
-rows; and the file of tokens beside it, of tars made elsewhere, or recounted, which whoever trains with the same
-tokenizer, template and release reads by range. The same samples give the same bytes.
+Enters: samples with their keys, in order, or the members of a tar that was read. Leaves: the bytes of a tar, written
+front to back; a row for each sample, with the place and the checksum of its bytes; the Parquet bytes of all rows; the
+tables of clips; and, of tars made elsewhere or recounted, the tokens of texts, which training with the same tokenizer,
+template and release reads by range. The same samples give the same bytes.
 
 The tar as a whole gets a crc32c too: a sha256 of it would cost as much as reading and writing together.
 """
@@ -11,14 +11,20 @@ The tar as a whole gets a crc32c too: a sha256 of it would cost as much as readi
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
 import crc32c
 import numpy as np
 
-from vlm_stream.convert.clip_tables import NO_TABLE, TableFile, rest_checksums
-from vlm_stream.convert.tar import END_OF_TAR, member_header, padding
+from vlm_stream.clips import SampleTable, encode_sample
+from vlm_stream.conversation import Conversation
+from vlm_stream.convert.clip_tables import SampleClips, rest_checksums
+from vlm_stream.convert.job import ShardPart
+from vlm_stream.convert.sample import Sample
+from vlm_stream.convert.tar import END_OF_TAR, Group, TarMember, member_header, padding
 from vlm_stream.encode import text_to_bytes, unpack_text
 from vlm_stream.errors import BadSampleError, NotFoundError
 from vlm_stream.format import (
@@ -26,6 +32,8 @@ from vlm_stream.format import (
     KEYFRAMES,
     MOST_OF_MEDIUM,
     TEXT_COLUMN,
+    FieldMap,
+    ShardIndex,
     are_tokens_short,
     clips_name,
     describe_shard,
@@ -35,20 +43,12 @@ from vlm_stream.format import (
     texts_name,
     write_table,
 )
-from vlm_stream.storage import Member, ObjectReader
-from vlm_stream.tokens import pack_steps
+from vlm_stream.ledger import BadSample
+from vlm_stream.storage import Member, ObjectReader, Store
+from vlm_stream.tokens import MediaSizes, pack_steps
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from vlm_stream.conversation import Conversation
-    from vlm_stream.convert.sample import Sample
-    from vlm_stream.format import FieldMap, ShardEntry, ShardIndex
-    from vlm_stream.storage import Store
-    from vlm_stream.tokens import MediaSizes
-
-NO_TEXT: Final = (0, 0, 0)
-"""Offset, size and crc32c of a sample whose tokens are not in the file."""
+NOWHERE: Final = (0, 0, 0)
+"""Offset, size and crc32c of what a sample does not have in a file beside the index."""
 _LARGEST: Final = 2**31 - 1  # counts and sizes have 32 bits in an index; places in a shard have 64
 
 
@@ -73,11 +73,11 @@ class SampleRow:
     label_tokens: int
     sizes: MediaSizes
     members: tuple[Member, ...]
-    clips: tuple[int, int, int] = NO_TABLE
+    clips: tuple[int, int, int] = NOWHERE
     """Offset, size and crc32c of the tables of its clips, in the file of tables."""
     gops: tuple[int, ...] = ()
     """Groups of pictures of each video; 0: not known."""
-    texts: tuple[int, int, int] = NO_TEXT
+    texts: tuple[int, int, int] = NOWHERE
     """Offset, size and crc32c of the tokens of its text, in the file of texts."""
 
     def to_tuple(self) -> tuple[Any, ...]:
@@ -109,29 +109,15 @@ def encode_index(rows: Sequence[SampleRow]) -> bytes:
     names = [*index_schema().names, *CLIP_COLUMNS, KEYFRAMES, TEXT_COLUMN]
     columns = dict(zip(names, zip(*map(SampleRow.to_tuple, rows), strict=True), strict=True)) if rows else {}
     absent: set[str] = set()
-    if not any(row.clips != NO_TABLE for row in rows):
+    if not any(row.clips != NOWHERE for row in rows):
         absent.update(CLIP_COLUMNS)
     if not any(row.sizes.videos for row in rows):
         absent.add(KEYFRAMES)
-    if not any(row.texts != NO_TEXT for row in rows):
+    if not any(row.texts != NOWHERE for row in rows):
         absent.add(TEXT_COLUMN)
     schema = index_schema(tuple(name for name in names if name not in absent))
     arrays = [pa.array(columns.get(column.name, ()), type=column.type) for column in schema]
     return write_table(pa.table(arrays, schema=schema))
-
-
-def write_index(
-    put: Callable[[str, bytes], object], name: str, rows: Sequence[SampleRow], tables: TableFile, **facts: Any
-) -> ShardEntry:
-    """Write the index of a shard and its tables of clips, if there are any; return its entry in the manifest.
-
-    `facts` are those of `describe_shard`: size, checksum and etag of the tar.
-    """
-    if data := tables.to_bytes():
-        put(clips_name(name), data)
-    index = encode_index(rows)
-    put(index_name(name), index)
-    return describe_shard(name, index, **facts)
 
 
 def recounted_index(data: bytes, counts: Sequence[SampleCounts], texts: Sequence[tuple[int, int, int]] = ()) -> bytes:
@@ -144,7 +130,7 @@ def recounted_index(data: bytes, counts: Sequence[SampleCounts], texts: Sequence
         table = table.set_column(table.schema.get_field_index(name), name, values)
     if TEXT_COLUMN in table.column_names:
         table = table.drop_columns([TEXT_COLUMN])
-    if any(place != NO_TEXT for place in texts):
+    if any(place != NOWHERE for place in texts):
         (column,) = index_schema((TEXT_COLUMN,))
         table = table.append_column(column, pa.array(texts, type=column.type))
     return write_table(table)
@@ -172,16 +158,70 @@ def check_fits_index(text_tokens: int, sizes: MediaSizes) -> None:
             raise BadSampleError("convert", "number_too_large", detail)
 
 
-class ShardWriter:
+@dataclass(slots=True)
+class SideFile:
+    """A file beside an index: what is kept of each sample, one after the other."""
+
+    parts: list[bytes] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def add(self, data: bytes) -> tuple[int, int, int]:
+        """Append what is kept of one sample; return offset, size and crc32c."""
+        self.parts.append(data)
+        self.num_bytes += len(data)
+        return self.num_bytes - len(data), len(data), crc32c.crc32c(data)
+
+
+class ShardRows:
+    """One shard's index under way: rows, the tables of clips, and for the ledger what was bad."""
+
+    def __init__(self) -> None:
+        self.rows: list[SampleRow] = []
+        self.bad: list[BadSample] = []
+        self.whole: Counter[str] = Counter()
+        """Clips without a table, by reason."""
+        self._tables = SideFile()
+
+    def add_row(self, group: Group, clips: SampleClips | None, *, shared: Sequence[Member] = (), **values: Any) -> None:
+        """Append the row of a sample whose members lie one after the other in the tar.
+
+        Args:
+            group: These members, with their names in the sample.
+            clips: Which of them have tables.
+            shared: Members that it has in common with other samples, and that lie elsewhere.
+            values: All else of a `SampleRow`.
+        """
+        cut = () if clips is None else clips.clips
+        pieces = [(piece, part == 1 and name in cut) for name, each in group for part, piece in enumerate(each.pieces)]
+        if clips is not None:
+            table = SampleTable(clips.items, clips.clips, rest_checksums(pieces))
+            values |= {"clips": self._tables.add(encode_sample(table)), "gops": clips.gops}
+        crc = 0
+        for piece, _ in pieces:
+            crc = crc32c.crc32c(piece, crc)
+        begin = group[0][1].begin
+        members = (*(Member(name, each.offset, len(each.content)) for name, each in group), *shared)
+        self.rows.append(SampleRow(offset=begin, size=group[-1][1].end - begin, crc32c=crc, members=members, **values))
+
+    def write(self, put: Callable[[str, bytes], object], number: int, name: str, **facts: Any) -> ShardPart:
+        """Write the index, and the tables of clips if there are any; `facts` are those of `describe_shard`."""
+        if self._tables.parts:
+            put(clips_name(name), b"".join(self._tables.parts))
+        index = encode_index(self.rows)
+        put(index_name(name), index)
+        entry = describe_shard(name, index, **facts)
+        return ShardPart(number=number, entry=entry, bad=tuple(self.bad), whole=dict(self.whole))
+
+
+class ShardWriter(ShardRows):
     """Lays samples into a tar, one after the other."""
 
     def __init__(self, file: IO[bytes]) -> None:
         """Write to an open file without a buffer of its own, from its beginning."""
+        super().__init__()
         self._file = file
         self._crc = 0
         self.num_bytes = 0
-        self.rows: list[SampleRow] = []
-        self.tables = TableFile()
         self._files: dict[str, tuple[str, Member]] = {}
         """Path of a file of which a part is shown -> what it is called in the tar, and where it lies."""
 
@@ -191,41 +231,30 @@ class ShardWriter:
 
     def add(self, key: str, sample: Sample, counts: SampleCounts) -> None:
         """Append one sample with its members; a file of which other samples show a part as well is stored once."""
-        begin = position = self.num_bytes
-        pieces: list[bytes] = []
         stored = {name: self._files[path] for name, path in sample.files.items() if path in self._files}
         sample = sample.with_shared({name: place for name, (place, _) in stored.items()})
-        places = []
+        group: Group = []
+        position = self.num_bytes
         for name, content in sample.members:
-            header = member_header(f"{key}.{name}", len(content))
-            places.append(Member(name, position + len(header), len(content)))
-            pieces += (header, content, bytes(padding(len(content))))
-            position += sum(map(len, pieces[-3:]))
+            path = f"{key}.{name}"
+            header = member_header(path, len(content))
+            offset, pad = position + len(header), bytes(padding(len(content)))
+            member = TarMember(path, position, offset, header, content, pad)
+            group.append((name, member))
+            position = member.end
             if name in sample.files:
-                self._files[sample.files[name]] = f"{key}.{name}", places[-1]
-        clips = NO_TABLE
-        if sample.clips is not None:
-            is_clip = [
-                part and name in sample.clips.clips for name, _ in sample.members for part in (False, True, False)
-            ]
-            clips = self.tables.add(sample.clips, rest_checksums(zip(pieces, is_clip, strict=True)))
-        self.tables.whole.update(sample.whole)
-        data = b"".join(pieces)
-        self._write(data)
-        self.rows.append(
-            SampleRow(
-                key=key,
-                id=sample.id,
-                entry=sample.entry,
-                offset=begin,
-                size=position - begin,
-                crc32c=crc32c.crc32c(data),
-                **counts._asdict(),
-                sizes=sample.sizes,
-                members=(*places, *(member._replace(name=name) for name, (_, member) in stored.items())),
-                clips=clips,
-                gops=() if sample.clips is None else sample.clips.gops,
-            )
+                self._files[sample.files[name]] = path, Member(name, offset, len(content))
+        self._write(b"".join(piece for _, member in group for piece in member.pieces))
+        self.whole.update(sample.whole)
+        self.add_row(
+            group,
+            sample.clips,
+            shared=[member._replace(name=name) for name, (_, member) in stored.items()],
+            key=key,
+            id=sample.id,
+            entry=sample.entry,
+            sizes=sample.sizes,
+            **counts._asdict(),
         )
 
     def finish(self) -> int:
@@ -247,16 +276,14 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 @dataclass(slots=True)
-class TextFile:
-    """The tokens of a shard's texts, one after the other."""
+class TextFile(SideFile):
+    """The tokens of a shard's texts."""
 
-    fields: FieldMap
+    fields: FieldMap = field(kw_only=True)
     key: str = ""
     """Of the kept text; empty before there is any."""
-    parts: list[bytes] = field(default_factory=list)
-    num_bytes: int = 0
 
-    def add(
+    def keep(
         self, conversation: Conversation, tokens: Mapping[str, Any] | None, own: Any, texts: Mapping[str, bytes]
     ) -> tuple[int, int, int]:
         """Append the tokens of one sample; return offset, size and crc32c.
@@ -272,14 +299,11 @@ class TextFile:
         """
         kept = None if tokens is None else unpack_text(tokens, tokens["key"])
         if tokens is None or kept is None or unpack_text(own, tokens["key"]) is not None:
-            return NO_TEXT
+            return NOWHERE
         if self.fields.layout == "native" and not are_tokens_short(texts.get("json", b""), tokens):
-            return NO_TEXT
+            return NOWHERE
         self.key = tokens["key"]
-        data = text_to_bytes(kept, conversation)
-        self.parts.append(data)
-        self.num_bytes += len(data)
-        return self.num_bytes - len(data), len(data), crc32c.crc32c(data)
+        return self.add(text_to_bytes(kept, conversation))
 
     def write(self, store: Store, shard: str) -> str:
         """Write the file beside a shard's index, if it has anything; return its name, or nothing."""
@@ -303,7 +327,7 @@ def check_texts(store: Store, index: ShardIndex, name: str) -> Iterator[tuple[in
         return
     with ObjectReader(store, name, size) as reader:
         for row in rows.tolist():
-            offset, length, crc = index.text(row) or NO_TEXT
+            offset, length, crc = index.text(row) or NOWHERE
             if offset < reader.position or offset + length > size:
                 yield row, f"its tokens are not at byte {offset} of {name}, so its text is tokenised in training."
                 continue

@@ -169,8 +169,8 @@ def measure_item(
         return _measure_frames(contents, item, limits)
     table = tables.walked(contents[0])
     keyframes: tuple[int, ...] = ()
-    if isinstance(table, ClipTable) and (told := tables.size_of(contents[0])) is not None:
-        video = VideoInfo(*told, told[0] / told[3])
+    if isinstance(table, ClipTable) and table.fps:  # else a decoder tells
+        video = VideoInfo(table.num_frames, *table.sides, table.fps, table.num_frames / table.fps)
         limits.check_video("convert", video)
         first, video = (0, video) if seconds is None else cut_info(video, table.times, seconds)
         keyframes = table.keyframes_of(first, video.frames)

@@ -10,38 +10,30 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
+import secrets
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, Final
 
 import numpy as np
 
-from vlm_stream.convert.counting import open_counter
-from vlm_stream.convert.job import JOB_FOLDER, ShardPart, bad_sample, is_local, part_name, sample_key, shard_name
-from vlm_stream.convert.media_bytes import MediaReader
+from vlm_stream.convert.counting import SampleCounter, open_counter
+from vlm_stream.convert.job import JOB_FOLDER, Ints, ShardPart, bad_sample, is_local, part_name, sample_key, shard_name
+from vlm_stream.convert.media_bytes import MediaReader, MediaRules
+from vlm_stream.convert.options import ShardOptions
 from vlm_stream.convert.processes import is_left_out, working_on
-from vlm_stream.convert.rows import ShardWriter, check_fits_index, write_all, write_index
-from vlm_stream.convert.sample import build_sample, sample_bytes_bound
+from vlm_stream.convert.rows import SampleCounts, ShardWriter, check_fits_index, write_all
+from vlm_stream.convert.sample import Sample, build_sample, sample_bytes_bound
 from vlm_stream.errors import BadSampleError, StorageError, blame_sample
 from vlm_stream.format import clips_name, index_name
 from vlm_stream.ledger import BadSample
-from vlm_stream.storage import open_store
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from vlm_stream.convert.counting import SampleCounter
-    from vlm_stream.convert.job import Ints
-    from vlm_stream.convert.media_bytes import MediaRules
-    from vlm_stream.convert.options import ShardOptions
-    from vlm_stream.convert.rows import SampleCounts
-    from vlm_stream.convert.sample import Sample
-    from vlm_stream.sources import Record, RecordSource
-    from vlm_stream.storage import Store, StoreOptions
+from vlm_stream.sources import Record, SourceGroup
+from vlm_stream.storage import Store, StoreOptions, open_store
 
 _PROBE_SECONDS: Final = 0.5
 _NUM_PROBES: Final = 64
@@ -60,7 +52,7 @@ class ShardTask:
 class ShardContext:
     """What all tasks of a job share."""
 
-    source: RecordSource
+    source: SourceGroup
     out: str
     options: ShardOptions
 
@@ -84,11 +76,17 @@ class ShardContext:
         Raises:
             BadSampleError: It cannot be used.
         """
-        sample = build_sample(record, self.reader, exif_rotate=self.options.exif_rotate)
-        known = record.extras.get("_text_tokens")
-        counts, tokens = self.counter.count_and_keep(sample.conversation, sample.sizes, known)
-        check_fits_index(counts.text_tokens, sample.sizes)
-        return sample.with_tokens(tokens), counts
+        return make_sample(record, self.reader, self.counter, exif_rotate=self.options.exif_rotate)
+
+
+def make_sample(
+    record: Record, reader: MediaReader, counter: SampleCounter, *, exif_rotate: bool = False
+) -> tuple[Sample, SampleCounts]:
+    """Return the sample of a record, with the tokens of its text if they are worth keeping, and what its text costs."""
+    sample = build_sample(record, reader, exif_rotate=exif_rotate)
+    counts, tokens = counter.count_and_keep(sample.conversation, sample.sizes, record.extras.get("_text_tokens"))
+    check_fits_index(counts.text_tokens, sample.sizes)
+    return sample.with_tokens(tokens), counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,17 +136,15 @@ def write_shard(context: ShardContext, task: ShardTask) -> ShardPart:
     """Write one shard and its index; return what the manifest has to know."""
     store = open_store(context.out, context.options.store)
     name = shard_name(task.number)
-    bad: list[BadSample] = []
     with _staged(store, name) as file:
         writer = ShardWriter(file)
         for record in task.records.tolist():
             with working_on(record):
-                _add_record(writer, context, record, bad)
+                _add_record(writer, context, record)
         crc32c = writer.finish()
     etag = None if is_local(store) else store.head(name).etag
     facts = {"num_bytes": writer.num_bytes, "crc32c": crc32c, "etag": etag}
-    entry = write_index(partial(_put, store), name, writer.rows, writer.tables, **facts)
-    part = ShardPart(number=task.number, entry=entry, bad=tuple(bad), whole=dict(writer.tables.whole))
+    part = writer.write(partial(_put, store), task.number, name, **facts)
     _put(store, part_name(task.number), part.to_json().encode())
     return part
 
@@ -159,7 +155,7 @@ def _open_reader(rules: MediaRules, options: StoreOptions | None) -> MediaReader
     return MediaReader(rules, options)
 
 
-def _add_record(writer: ShardWriter, context: ShardContext, number: int, bad: list[BadSample]) -> None:
+def _add_record(writer: ShardWriter, context: ShardContext, number: int) -> None:
     """Append one record to the shard, or note why not."""
     if is_left_out(number):
         name, origin = _locate(context.source, number)
@@ -167,23 +163,24 @@ def _add_record(writer: ShardWriter, context: ShardContext, number: int, bad: li
             "every process that worked on it died, so it is left out. Decode its media by themselves to see why, and "
             "leave it out of the data or write its media again"
         )
-        bad.append(_bad(name, origin, "", BadSampleError("convert", "killed_process", detail)))
+        writer.bad.append(_bad(name, origin, "", BadSampleError("convert", "killed_process", detail)))
         return
     try:
         record = context.source.read(number)
     except Exception as error:  # a record can hold anything in any place
         name, origin = _locate(context.source, number)
-        bad.append(_bad(name, origin, "", error))
+        writer.bad.append(_bad(name, origin, "", error))
         return
     name, own_id, origin = record.source, record.id, record.origin
     try:
         sample, counts = context.build(record)
     except Exception as error:
-        bad.append(_bad(name, own_id, origin, error))
+        writer.bad.append(_bad(name, own_id, origin, error))
         return
     for note in record.extras.get("_mismatches", ()):
         reason, _, detail = str(note).partition(": ")
-        bad.append(BadSample(source=name, sample=own_id, origin=origin, stage="kept", reason=reason, detail=detail))
+        kept = BadSample(source=name, sample=own_id, origin=origin, stage="kept", reason=reason, detail=detail)
+        writer.bad.append(kept)
     writer.add(sample_key(number), sample, counts)
 
 
@@ -192,16 +189,10 @@ def _bad(source: str, sample: str, origin: str, error: Exception) -> BadSample:
     return bad_sample(source, sample, blamed, origin=origin)
 
 
-def _locate(source: Any, number: int) -> tuple[str, str]:
+def _locate(source: SourceGroup, number: int) -> tuple[str, str]:
     """Return entry and `file:line` of a record that cannot be read, as far as its source knows them."""
-    key = sample_key(number)
-    while members := getattr(source, "members", ()):
-        for member in members:
-            if number < len(member):
-                source = member
-                break
-            number -= len(member)
-    return source.name, source.origin(number) if hasattr(source, "origin") else key
+    member, own = source.locate(number)
+    return member.name, member.origin(own) if hasattr(member, "origin") else sample_key(number)
 
 
 def _put(store: Store, name: str, data: bytes) -> None:
@@ -222,34 +213,25 @@ def _staged(store: Store, name: str) -> Iterator[IO[bytes]]:
 
     It appears under its name, whole, when the block ends well.
     """
-    folder = None
+    folder, mode = Path(tempfile.gettempdir()), 0o600
     if is_local(store):
-        folder = Path(store.root, JOB_FOLDER)
+        folder, mode = Path(store.root, JOB_FOLDER), 0o666
         folder.mkdir(parents=True, exist_ok=True)
-    # Not opened a second time by its path: ext4 writes what was cut to nothing and filled again out at its close.
-    descriptor, temporary = tempfile.mkstemp(prefix=f"{posixpath.basename(name)}.", suffix=".tmp", dir=folder)
-    path = Path(temporary)
+    path = folder / f"{posixpath.basename(name)}.{secrets.token_hex(8)}.tmp"
     try:
-        with os.fdopen(descriptor, "wb", buffering=0) as file:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0) as file:
             yield file
-        if folder is None:
-            store.put(name, path)
-        else:
-            path.chmod(0o666 & ~_umask())
+        if is_local(store):
             path.replace(Path(store.root, name))
+        else:
+            store.put(name, path)
     except OSError as error:
         raise StorageError(
             f"{name} could not be written ({error.strerror or error}); what is finished is kept. "
-            f"Free some space in {folder or tempfile.gettempdir()}, and convert the same again to go on."
+            f"Free some space in {folder}, and convert the same again to go on."
         ) from error
     finally:
         path.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)  # it can only be read by setting it
-    os.umask(mask)
-    return mask
 
 
 def flush_in_background(folder: str, parts: Iterable[ShardPart], *, kept: Iterable[int] = ()) -> Iterator[ShardPart]:

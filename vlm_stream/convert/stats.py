@@ -1,13 +1,12 @@
 """What a dataset looks like: histograms of tokens, bytes and media, as values.
 
-Enters: a dataset's URL; only manifest and indexes are read. Leaves: `DatasetStats`. How it is shown, in a terminal or
-on a page, is not known here.
+Enters: a dataset's URL; only manifest and indexes are read. Leaves: `DatasetStats`, which commands and pages show.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -84,9 +83,6 @@ class DatasetStats:
     whole: dict[str, int]  # clips of which no table could be made
     entries: dict[str, EntryStats]
     histograms: tuple[Histogram, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def histogram_of(name: str, unit: str, values: npt.NDArray[Any]) -> Histogram | None:

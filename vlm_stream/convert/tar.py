@@ -11,7 +11,7 @@ import contextlib
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from vlm_stream.errors import DatasetError
 
@@ -45,6 +45,14 @@ class TarMember:
     @property
     def end(self) -> int:
         return self.offset + len(self.content) + len(self.pad)
+
+    @property
+    def pieces(self) -> tuple[bytes, bytes, bytes]:
+        return self.header, self.content, self.pad
+
+
+Group: TypeAlias = list[tuple[str, TarMember]]
+"""The members of one sample, with their names in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +144,7 @@ class _Pass:
         self._read_bytes = read
         self.position = position
         self._shared: dict[str, str] = {}
-        self._found = b""  # a header block that was found behind a gap
+        self._found = b""  # a header block that was found after a gap
 
     def next_member(self) -> TarMember | None:
         """Return the next regular file; None at the end of the bytes."""
@@ -183,7 +191,7 @@ class _Pass:
     def find_next(self, begin: int, error: _DamageError) -> TarGap:
         """Go on to the next whole header; return what was passed over.
 
-        Where an extension header may have been lost, the name of the file behind it is lost as well: it is passed over.
+        Where an extension header may have been lost, the name of the next file is lost as well: it is passed over.
         """
         is_file = error.block[_TYPE_BYTE : _TYPE_BYTE + 1] in (*_REGULAR, tarfile.DIRTYPE)
         name = error.block[:_NAME_BYTES].split(b"\0")[0].decode("utf-8", "replace") if is_file else ""

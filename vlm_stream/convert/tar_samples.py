@@ -1,6 +1,6 @@
 """The samples of a tar, the layout that the first of them show, and members that several of them share.
 
-Enters: members of a tar as they go by. Leaves: runs of members with the same key, as WebDataset has them; a `FieldMap`;
+Enters: members of a tar in one pass. Leaves: runs of members with the same key, as WebDataset has them; a `FieldMap`;
 the places and bytes of members that samples of our own tars name as `shared`.
 """
 
@@ -9,32 +9,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final
 
-from vlm_stream.convert.tar import TarGap, TarMember, iter_pieces, split_member_name
+from vlm_stream.convert.tar import Group, TarGap, TarMember, iter_pieces, split_member_name
 from vlm_stream.errors import BadSampleError, ConfigError
 from vlm_stream.format import FieldMap, complete_fields, guess_fields, is_text_member
-from vlm_stream.storage import Member, ObjectReader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from vlm_stream.storage import Store
-
-_Group: TypeAlias = list[tuple[str, TarMember]]
-"""The members of one sample, with their names in it."""
+from vlm_stream.storage import Member, ObjectReader, Store
 
 _NUM_FIRST: Final = 50
 _FIRST_BYTES: Final = 64 << 20
 """The samples that tell the layout together: so many, or those with so many bytes."""
 _NUM_GUESSED: Final = 100
-"""Samples behind them that are asked one by one where they show none."""
+"""Later samples that are tried one by one where those show none."""
 _LEFT_OUT: Final = "The bytes from {begin} to {end} are left out, and so is a sample that has lost a member there."
 
 
 def find_layout(store: Store, names: Sequence[str], fields: FieldMap | None = None) -> FieldMap:
-    """Return the layout that the first samples show; where they show none, one of those behind them.
+    """Return the layout that the first samples show; where they show none, a later one.
 
     Of `fields` that the user names, records of layout sharegpt are still recognised as far as nothing is said of them.
     """
@@ -57,7 +50,7 @@ def find_layout(store: Store, names: Sequence[str], fields: FieldMap | None = No
         raise
 
 
-def _few(samples: Iterator[_Group]) -> Iterator[_Group]:
+def _few(samples: Iterator[Group]) -> Iterator[Group]:
     """Yield the first samples: some, or as many as have so many bytes."""
     num_bytes = 0
     for group in itertools.islice(samples, _NUM_FIRST):
@@ -67,12 +60,12 @@ def _few(samples: Iterator[_Group]) -> Iterator[_Group]:
             return
 
 
-def _shown(group: _Group) -> tuple[list[str], dict[str, bytes]]:
+def _shown(group: Group) -> tuple[list[str], dict[str, bytes]]:
     """Return the names of a sample's members, and the contents of those with text."""
     return [name for name, _ in group], {name: m.content for name, m in group if is_text_member(name)}
 
 
-def _first_samples(store: Store, names: Sequence[str], faults: list[str]) -> Iterator[_Group]:
+def _first_samples(store: Store, names: Sequence[str], faults: list[str]) -> Iterator[Group]:
     for name in names:
         with ObjectReader(store, name, store.head(name).size) as reader:
             for _, group in iter_samples(iter_pieces(reader.read), partial(_keep_fault, faults, name)):
@@ -85,14 +78,14 @@ def _keep_fault(faults: list[str], name: str, _key: str, _offset: int, error: Ba
 
 def iter_samples(
     pieces: Iterable[TarMember | TarGap], note: Callable[[str, int, BadSampleError], None]
-) -> Iterator[tuple[str, _Group]]:
+) -> Iterator[tuple[str, Group]]:
     """Yield key and `(extension, member)`s: neighbours with the same key are one sample.
 
     Gaps are noted, and so are samples beside them that are not whole: they have the key of the damaged member, or lack
     a kind of member that the last whole sample has.
     """
     key = ""
-    group: _Group = []
+    group: Group = []
     gap: TarGap | None = None  # the last one, while it touches the group
     kinds: set[str] = set()
 
@@ -136,7 +129,7 @@ class SharedMembers:
         self._places: dict[str, tuple[int, int]] = {}
         self._last: tuple[int, bytes] = (-1, b"")
 
-    def add(self, key: str, group: Iterable[tuple[str, TarMember]]) -> None:
+    def add(self, key: str, group: Group) -> None:
         """Note where the members of a sample lie."""
         for name, member in group:
             self._places[f"{key}.{name}"] = member.offset, len(member.content)
@@ -157,7 +150,7 @@ class SharedMembers:
         return tuple(found)
 
     def read(self, member: Member) -> bytes:
-        """Return the bytes of a member that has gone by; neighbours often share one, so the last one is kept."""
+        """Return the bytes of an earlier member; neighbours often share one, so the last one is kept."""
         if self._last[0] != member.offset:
             self._last = member.offset, bytes(self._store.fetch(self._tar, member.offset, member.size).data)
         return self._last[1]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from vlm_stream.convert.tar import iter_members
 from vlm_stream.encode import kept_text_key
 from vlm_stream.errors import BadSampleError, DatasetError, NotFoundError
 from vlm_stream.format import (
+    FieldMap,
+    ShardEntry,
     ShardIndex,
     check_place,
     clips_name,
@@ -33,13 +36,7 @@ from vlm_stream.format import (
     texts_name,
     to_conversation,
 )
-from vlm_stream.storage import ObjectReader, crc32c_of, open_store, scheme_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from vlm_stream.format import FieldMap, ShardEntry
-    from vlm_stream.storage import Store, StoreOptions
+from vlm_stream.storage import ObjectReader, Store, StoreOptions, crc32c_of, open_store, scheme_of
 
 _BYTES_PER_SECOND: Final = 4e8
 """About what one process checks."""
@@ -73,9 +70,6 @@ class VerifyReport:
     num_bytes: int
     problems: tuple[Problem, ...] = ()
     seconds: float = 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,17 +12,15 @@ import functools
 import http.client
 import ipaddress
 import socket
+import ssl
 import threading
 import urllib.request
+from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from vlm_stream.errors import BadSampleError
-
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Callable
 
 PUBLIC: Final = "public"
 """Among hosts: any that has public addresses alone."""
@@ -38,8 +36,7 @@ def open_web(hosts: tuple[str, ...], context: ssl.SSLContext, deadline_s: float)
         urllib.request.HTTPDefaultErrorHandler(),
         urllib.request.HTTPErrorProcessor(),
         _Redirects(),
-        _Http(hosts, deadline_s),
-        _Https(hosts, deadline_s, context),
+        _Requests(hosts, deadline_s, context),
     ):
         opener.add_handler(handler)
     return opener
@@ -56,29 +53,27 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-class _Http(urllib.request.HTTPHandler):
-    def __init__(self, hosts: tuple[str, ...], deadline_s: float) -> None:
-        super().__init__()
-        self._hosts, self._deadline_s = hosts, deadline_s
+class _Requests(urllib.request.HTTPSHandler):
+    """Both schemes."""
 
-    def http_open(self, req: Any) -> Any:
-        return _send(self.do_open, http.client.HTTPConnection, req, self._hosts, self._deadline_s)
+    http_request = urllib.request.AbstractHTTPHandler.do_request_
 
-
-class _Https(urllib.request.HTTPSHandler):
     def __init__(self, hosts: tuple[str, ...], deadline_s: float, context: ssl.SSLContext) -> None:
         super().__init__(context=context)
-        self._hosts, self._deadline_s, self._context = hosts, deadline_s, context
+        self._limits = hosts, deadline_s
+        self._secure = functools.partial(http.client.HTTPSConnection, context=context)
+
+    def http_open(self, req: Any) -> Any:
+        return _send(self.do_open, http.client.HTTPConnection, req, *self._limits)
 
     def https_open(self, req: Any) -> Any:
-        make = functools.partial(http.client.HTTPSConnection, context=self._context)
-        return _send(self.do_open, make, req, self._hosts, self._deadline_s)
+        return _send(self.do_open, self._secure, req, *self._limits)
 
 
 def _send(
     do_open: Callable[..., Any], make: Callable[..., Any], request: Any, hosts: tuple[str, ...], deadline_s: float
 ) -> Any:
-    """Send a request and return the answer behind its headers, which may not drip either."""
+    """Send a request and return the answer, whose headers must be there before the deadline."""
     opened: list[Any] = []
     proxied = getattr(request, "_tunnel_host", None) is not None or request.has_proxy()
     if proxied:  # the proxy resolves names; what this machine knows of them is checked all the same

@@ -6,7 +6,7 @@ A record that cannot be read or mapped raises when it is read, with its place.
 import logging
 import random
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import crc32c
@@ -24,10 +24,9 @@ from vlm_stream.sources.sharegpt import (
     PASSENGER_KEYS,
     OnMismatch,
     apply_policy,
-    check_policy,
     convert_example,
 )
-from vlm_stream.sources.table_file import TableFiles
+from vlm_stream.sources.table_file import TableFiles, is_table
 from vlm_stream.storage import StoreOptions
 
 Order: TypeAlias = npt.NDArray[np.int64]
@@ -65,8 +64,8 @@ def sample_order(num_records: int, ratio: float) -> Order | None:
 def rank_share(order: Order | None, num_records: int, rank: int, world_size: int, begin: int = 0) -> Order:
     """Return every `world_size`-th entry of an order, for one rank.
 
-    `begin` is how many entries of earlier sources were dealt out before: dealing goes on where it stopped, so over all
-    sources the ranks differ by one entry at most, every entry has one rank, and none is dropped.
+    `begin` is the number of entries of earlier sources: ranks take turns across sources, so their shares differ by one
+    entry at most, every entry has one rank, and none is dropped.
     """
     first = (rank - begin) % world_size
     if order is None:
@@ -78,32 +77,40 @@ def _choose(num_records: int, num_chosen: int) -> Order:
     return np.array(random.Random(_SEED).sample(range(num_records), num_chosen), np.int64)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaEntry:
+    """One dataset, with its paths resolved and what is said of its form."""
+
+    name: str
+    """What ledgers and shards call it."""
+    paths: tuple[str, ...]
+    """The data file: a path or URL; or the files of one table."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    media_dir: str | None = None
+    media_first: bool | None = None
+    sample_ratio: float = 1.0
+
+
 class FileCache:
-    """Files that were made local or scanned already: entries may share one, and looking at an input opens it.
+    """Files that were made local or scanned already: entries may share one, and looking at an input opens it."""
 
-    `spill_dir` is where compressed and remote files are unpacked, `store` how to reach them.
-    """
-
-    def __init__(self, spill_dir: str | None = None, store: StoreOptions | None = None) -> None:
+    def __init__(self, store: StoreOptions | None = None) -> None:
         self.store = store
-        self._spill_dir = spill_dir
         self._local: dict[str, LocalFile] = {}
         self._opened: dict[tuple[str, ...], DataFile | TableFiles] = {}
 
     def local(self, path: str) -> LocalFile:
         if path not in self._local:
-            self._local[path] = LocalFile(path, spill_dir=self._spill_dir, store=self.store)
+            self._local[path] = LocalFile(path, store=self.store)
         return self._local[path]
 
-    def examples(self, path: str) -> DataFile:
-        if (path,) not in self._opened:
-            self._opened[path,] = DataFile(self.local(path))
-        return self._opened[path,]  # type: ignore[return-value]
-
-    def rows(self, paths: tuple[str, ...]) -> TableFiles:
+    def open(self, paths: tuple[str, ...]) -> DataFile | TableFiles:
+        """Return the raw examples of a file, or the rows of the files of one table."""
         if paths not in self._opened:
-            self._opened[paths] = TableFiles(paths, spill_dir=self._spill_dir, store=self.store)
-        return self._opened[paths]  # type: ignore[return-value]
+            is_tables = is_table(paths[0])
+            self._opened[paths] = TableFiles(paths, store=self.store) if is_tables else DataFile(self.local(paths[0]))
+        return self._opened[paths]
 
 
 def first_examples(data: DataFile | TableFiles) -> list[Any]:
@@ -121,28 +128,18 @@ class Catalog:
     """The records of one data file in a chosen order, as conversations."""
 
     def __init__(
-        self,
-        data: DataFile | TableFiles,
-        *,
-        name: str,
-        columns: Mapping[str, str] | None = None,
-        tags: Mapping[str, str] | None = None,
-        media_dir: str | None = None,
-        media_first: bool | None = None,
-        on_mismatch: OnMismatch = "drop",
-        order: Order | None = None,
+        self, data: DataFile | TableFiles, entry: MetaEntry, order: Order | None, on_mismatch: OnMismatch
     ) -> None:
-        """Recognise the form of a scanned file, and read it through that.
+        """Recognise the form of a scanned file, and read it through that; what the entry says of it wins.
 
-        What the user says of columns, tags and `media_first` wins over what is recognised. `order` are record numbers
-        of the file, with repeats; without it all of them come once. `name` is what ledgers and shards call this source.
+        `order` are record numbers of the file, with repeats; None: all of them come once.
         """
-        check_policy(on_mismatch)
-        self.name = name
+        self.name = entry.name
         self.on_mismatch = on_mismatch
         self.order = order
-        found = recognise(first_examples(data), columns, tags, media_dir=media_dir, media_first=media_first)
-        self.form = found.form if found else ShareGptForm.from_dicts(columns, tags, media_dir, bool(media_first))
+        said = entry.columns, entry.tags
+        found = recognise(first_examples(data), *said, media_dir=entry.media_dir, media_first=entry.media_first)
+        self.form = found.form if found else ShareGptForm.from_dicts(*said, entry.media_dir, bool(entry.media_first))
         self.line = found.line if found else ""  # what was recognised, for people
         if isinstance(data, TableFiles):
             form = self.form
@@ -150,7 +147,7 @@ class Catalog:
             data = data.reading(dict.fromkeys((*self.form.columns, "id", "tools", *PASSENGER_KEYS, *media)))
         self.data = data
         if self.line:
-            _LOG.info("%s: %s", name, self.line)
+            _LOG.info("%s: %s", self.name, self.line)
 
     def __len__(self) -> int:
         return len(self.data) if self.order is None else len(self.order)

@@ -18,6 +18,7 @@ from vlm_stream.sources.known_forms import (
     INLINE,
     INLINE_KINDS,
     MEDIA_NAMES,
+    PART_TYPES,
     ROLE_NAMES,
     KnownForm,
     flags_for,
@@ -293,13 +294,13 @@ def _describe(chosen: KnownForm, form: ShareGptForm, rows: Sequence[dict[str, An
     elif form.texts is None and form.messages not in ("messages", "conversations"):
         parts = [f"{chosen.title} in '{form.messages}'"]
     seen = set(_marks(rows))
-    for column, kinds in (("images", ("image", "image_url", "input_image")), ("videos", ("video", "video_url")),
-                          ("audios", ("audio", "audio_url", "input_audio"))):  # fmt: skip
+    for medium in MEDIA_TYPES:
+        column = f"{medium}s"
         name = getattr(form, column)
         if any(_is_medium(row.get(name)) for row in rows):
             parts.append(f"{column} in '{name}'")
         elif f"<{column}>" in seen:
             parts.append(f"{column} in the text")
-        elif any(f"<{kind}>" in seen for kind in kinds):
+        elif any(f"<{kind}>" in seen for kind, (shown, _) in PART_TYPES.items() if shown == medium):
             parts.append(f"{column} in content parts")
     return ", ".join(parts)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from vlm_stream.conversation import MEDIA_TYPES
+
 MEDIA_NAMES: Final = {
     "images": ("images", "image", "image_path", "image_paths", "img", "image_url"),
     "videos": ("videos", "video", "video_path", "video_paths"),
@@ -31,6 +33,13 @@ _ANSWERS: Final = ("a", "answer", "completion", "output", "reply", "response", "
 INLINE: Final = re.compile(r"<(img|audio)>([^<>\n]+)</\1>", re.IGNORECASE)
 """Media that the text itself names, as in the data of the first Qwen-VL and Qwen-Audio."""
 INLINE_KINDS: Final = {"img": "image", "audio": "audio"}
+PART_TYPES: Final = {
+    **{kind: (kind, kind) for kind in MEDIA_TYPES},
+    **{f"{kind}_url": (kind, f"{kind}_url") for kind in MEDIA_TYPES},
+    "input_image": ("image", "image_url"),
+    "input_audio": ("audio", "input_audio"),
+}
+"""Type of a content part -> the medium, and the key that holds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

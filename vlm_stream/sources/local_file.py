@@ -1,8 +1,8 @@
-"""A data file as local bytes: `.gz`, `.zst` and remote objects are spilled once into a temporary folder.
+"""A data file as local bytes: `.gz`, `.zst` and remote objects are unpacked once into a temporary folder.
 
 Enters: a path or URL. Leaves: random access to the plain bytes, from any process. A copy in another process uses the
-first process's spill if it can see it and makes its own otherwise (another machine), so a source may be sent anywhere.
-Nothing here knows what the bytes mean.
+unpacked bytes of the first if it can see them, else it makes its own (another machine), so a source may be sent
+anywhere. What the bytes mean is not known here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _opened: deque[weakref.ref[Any]] = deque()
 
 
 def keep_open(file: Any) -> None:
-    """Note that a file is open, and `close` the one that was opened long ago: of thousands, all would soon be open."""
+    """Note that a file is open, and close the oldest: a dataset may have more files than a process may open."""
     _opened.append(weakref.ref(file))
     if len(_opened) > _MOST_OPEN and (other := _opened.popleft()()) is not None:
         other.close()
@@ -57,11 +57,10 @@ class _Handle:
 class LocalFile:
     """Plain bytes of a local or spilled file, read at any offset. Picklable; opened where it is read."""
 
-    def __init__(self, path: str, *, spill_dir: str | None = None, store: StoreOptions | None = None) -> None:
-        """Make the plain bytes available; packed and remote files go to `spill_dir`, else to the temporary folder."""
+    def __init__(self, path: str, *, store: StoreOptions | None = None) -> None:
+        """Make the plain bytes available; packed and remote files go to the temporary folder."""
         self.path = local_path(path) if path.startswith("file://") else path
         self._absolute = absolute(self.path)
-        self._spill_dir = spill_dir
         self._store = store
         self._spill: Path | None = None
         self._owner: weakref.finalize[..., Any] | None = None
@@ -101,7 +100,7 @@ class LocalFile:
         if not is_url(self.path) and not _decompressor(self.path):
             return Path(self._absolute)
         if self._spill is None or not self._spill.exists():
-            self._spill, self._owner = _spill(self._absolute, self._spill_dir, self._store, self)
+            self._spill, self._owner = _spill(self._absolute, self._store, self)
         return self._spill
 
     def stream(self) -> BinaryIO:
@@ -170,16 +169,14 @@ def _unzstd(raw: BinaryIO) -> Iterator[bytes]:
         raise EOFError("the last frame does not end")
 
 
-def _spill(
-    path: str, spill_dir: str | None, store: StoreOptions | None, owner: LocalFile
-) -> tuple[Path, weakref.finalize[..., Any]]:
+def _spill(path: str, store: StoreOptions | None, owner: LocalFile) -> tuple[Path, weakref.finalize[..., Any]]:
     """Write the plain bytes into a new folder that goes away with its owner, or is removed by the next one."""
     try:
-        folder = make_folder(_FOLDER, spill_dir)
+        folder = make_folder(_FOLDER)
     except OSError as error:
         raise ConfigError(
-            f"there is no room to unpack {path}: the folder {spill_dir or tempfile.gettempdir()} cannot be written "
-            f"({error.strerror}). Give another spill_dir."
+            f"there is no room to unpack {path}: the folder {tempfile.gettempdir()} cannot be written "
+            f"({error.strerror}). Name another one by TMPDIR."
         ) from error
     finalizer = weakref.finalize(owner, _remove, folder, os.getpid())
     target = folder / "plain"
@@ -202,7 +199,7 @@ def _spill(
         if error.errno == errno.ENOSPC:
             raise SourceError(
                 f"{path}: the plain bytes do not fit into {folder.parent}, which is full, so no record can be read. "
-                "Give a spill_dir with more room, or the plain file."
+                "Name a folder with more room by TMPDIR, or give the plain file."
             ) from error
         raise _unreadable(path, error) from error
     except BaseException:

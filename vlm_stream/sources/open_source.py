@@ -13,12 +13,11 @@ import fnmatch
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from vlm_stream.errors import ConfigError, SourceError, StorageError, nearest_name
-from vlm_stream.sources.catalog import Catalog, FileCache, sample_order
+from vlm_stream.sources.catalog import Catalog, FileCache, MetaEntry, sample_order
 from vlm_stream.sources.factories import PREFIX, open_factory
 from vlm_stream.sources.forms import ShareGptForm
 from vlm_stream.sources.json_file import first_bytes, holds_lines
@@ -26,7 +25,7 @@ from vlm_stream.sources.local_file import plain_name
 from vlm_stream.sources.record import SourceGroup, absolute, is_url, join_media_path, parent_of
 from vlm_stream.sources.sharegpt import OnMismatch, check_policy
 from vlm_stream.sources.table_file import is_table
-from vlm_stream.storage import StoreOptions, local_path, open_store
+from vlm_stream.storage import StoreOptions, expand_braces, local_path, open_store
 
 _META_BYTES: Final = 64 << 20  # a meta file lists datasets; something larger that starts with a brace is not one
 _INTERNVL: Final = {"annotation": "file_name", "root": "media_dir", "repeat_time": "sample_ratio"}
@@ -45,19 +44,6 @@ _SHARD_NAME: Final = re.compile(r"(.+?)-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
 _SPLIT: Final = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetaEntry:
-    """One dataset, with its paths resolved and what is said of its form."""
-
-    name: str
-    paths: tuple[str, ...]  # the data file: a path or URL; or the files of one table
-    columns: Mapping[str, str] = field(default_factory=dict)
-    tags: Mapping[str, str] = field(default_factory=dict)
-    media_dir: str | None = None
-    media_first: bool | None = None
-    sample_ratio: float = 1.0
-
-
 def open_source(
     path: str,
     *,
@@ -67,7 +53,6 @@ def open_source(
     tags: Mapping[str, str] | None = None,
     media_dir: str | None = None,
     media_first: bool | None = None,
-    spill_dir: str | None = None,
     store: StoreOptions | None = None,
 ) -> SourceGroup:
     """Return the records of a meta file or of data files: JSON, JSONL (`.gz`, `.zst`), Parquet, Arrow; also by URL.
@@ -83,7 +68,6 @@ def open_source(
         tags: For data files: names of role keys and roles, likewise.
         media_dir: For data files: what relative media paths are joined to; as written if None.
         media_first: For data files: whether media that no placeholder shows go before the first user text.
-        spill_dir: Where compressed and remote files are unpacked; the folder for temporary files if None.
         store: How to reach the stores of URLs.
     """
     check_policy(on_mismatch)
@@ -92,7 +76,7 @@ def open_source(
         given = {"columns": columns, "tags": tags, "media_dir": media_dir}
         return _factory_group(path, names, {key: value for key, value in given.items() if value}, on_mismatch)
     ShareGptForm.from_dicts(columns, tags)  # refuses unknown keys before anything is opened
-    files = FileCache(spill_dir, store)
+    files = FileCache(store)
     said = {
         "columns": columns or {},
         "tags": tags or {},
@@ -118,22 +102,13 @@ def _factory_group(
 
 def open_entry(entry: MetaEntry, files: FileCache, on_mismatch: OnMismatch = "drop") -> Catalog:
     """Return the records of one entry, in the order that its ratio gives."""
-    data = files.rows(entry.paths) if is_table(entry.paths[0]) else files.examples(entry.paths[0])
+    data = files.open(entry.paths)
     try:
         order = sample_order(len(data), entry.sample_ratio)
     except SourceError as error:
         raise SourceError(f"dataset '{entry.name}': {error}") from None
     try:
-        return Catalog(
-            data,
-            name=entry.name,
-            columns=entry.columns,
-            tags=entry.tags,
-            media_dir=entry.media_dir,
-            media_first=entry.media_first,
-            on_mismatch=on_mismatch,
-            order=order,
-        )
+        return Catalog(data, entry, order, on_mismatch)
     except SourceError as error:
         raise SourceError(f"{entry.paths[0]}: {error}") from None
 
@@ -187,16 +162,14 @@ def _find_files(path: str, files: FileCache) -> dict[str, tuple[str, ...]] | Non
 
 def _expand(path: str) -> list[str]:
     """Return what `{00..03}` and `::` of a name stand for, as for tars; a file of that very name is itself."""
-    from braceexpand import braceexpand
-
     if not any(sign in path for sign in ("{", "::")) or path.startswith("data:"):
         return [path]
     if not _is_remote(path) and Path(local_path(path)).exists():
         return [path]
     try:
-        return [each for part in path.split("::") for each in braceexpand(part)]
-    except ValueError as error:
-        raise SourceError(f"{path} has a brace without its pair: write ranges as {{000..127}}.") from error
+        return [each for part in path.split("::") for each in expand_braces(part)]
+    except ConfigError as error:
+        raise SourceError(f"{error} Nothing was read.") from error
 
 
 def _named_once(path: str, found: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:

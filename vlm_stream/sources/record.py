@@ -1,8 +1,10 @@
 """A record: one sample before it lies in a shard; the seam through which converters read records; sources joined.
 
 A source is random-access by design: a converter decides which record goes into which shard on numbers alone, and each
-of its workers reads just the records of its own shards. A source whose records are cheap only in blocks (row groups of
-Parquet) says where they end in `block_ends`, and a converter that shuffles keeps the records of a block together.
+of its workers reads just the records of its own shards. A source may have more than it must: `block_ends` says where
+blocks end whose records are cheap only together (row groups of Parquet), and a converter that shuffles keeps them
+together; `digest()` changes with what it reads, `origin(i)` is the place of a record that cannot be read, `line` says
+what was recognised, `form` how records are mapped.
 """
 
 import posixpath
@@ -92,13 +94,17 @@ class SourceGroup:
         own = [np.arange(1, size + 1) if end is None else end for end, size in zip(ends, sizes, strict=True)]
         return np.concatenate([end + begin for end, begin in zip(own, [0, *self._ends[:-1].tolist()], strict=True)])
 
-    def read(self, index: int) -> Record:
-        """Return one record; raise `BadSampleError` when it cannot be mapped."""
+    def locate(self, index: int) -> tuple[RecordSource, int]:
+        """Return the source of a record, and its number in that."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of source '{self.name}', which has {len(self)}")
         which = int(np.searchsorted(self._ends, index, side="right"))
-        begin = int(self._ends[which - 1]) if which else 0
-        return self.members[which].read(index - begin)
+        return self.members[which], index - (int(self._ends[which - 1]) if which else 0)
+
+    def read(self, index: int) -> Record:
+        """Return one record; raise `BadSampleError` when it cannot be mapped."""
+        source, number = self.locate(index)
+        return source.read(number)
 
 
 def is_url(path: str) -> bool:

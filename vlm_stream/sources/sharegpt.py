@@ -27,24 +27,17 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from vlm_stream.conversation import MEDIA_TYPES, Conversation, Item, Message
+from vlm_stream.conversation import Conversation, Item, Message
 from vlm_stream.errors import BadSampleError, ConfigError, SourceError, nearest_name
 from vlm_stream.sources.example_media import ExampleMedia, Mismatch
 from vlm_stream.sources.forms import ShareGptForm, show
-from vlm_stream.sources.known_forms import INLINE, INLINE_KINDS, as_turns
+from vlm_stream.sources.known_forms import INLINE, INLINE_KINDS, PART_TYPES, as_turns
 
 OnMismatch: TypeAlias = Literal["drop", "keep", "raise"]
 
 MISMATCHES_KEY: Final = "_mismatches"  # where `keep` notes what it left out: a list of `reason: sentence`
 PASSENGER_KEYS: Final = ("mm_inputs_meta", "_text_tokens", "_media_tokens")
 """Fields that travel with a conversation, unread."""
-_PART_TYPES: Final = {
-    **{kind: (kind, kind) for kind in MEDIA_TYPES},
-    **{f"{kind}_url": (kind, f"{kind}_url") for kind in MEDIA_TYPES},
-    "input_image": ("image", "image_url"),
-    "input_audio": ("audio", "input_audio"),
-}
-"""Type of a content part -> the medium, and the key that holds it."""
 
 
 def check_policy(on_mismatch: str) -> None:
@@ -254,8 +247,8 @@ def _typed_parts(parts: list[Any], turn: str, media: ExampleMedia) -> list[Item]
         kind = _part_type(part)
         if kind.endswith("text") and isinstance(part.get("text"), str):
             items.append({"type": "text", "text": part["text"]})
-        elif kind in _PART_TYPES:
-            medium, key = _PART_TYPES[kind]
+        elif kind in PART_TYPES:
+            medium, key = PART_TYPES[kind]
             extras = {k: v for k, v in part.items() if k not in ("type", "text", "index", key) and v is not None}
             value = part.get(key)
             if isinstance(value, dict) and "url" in value:
@@ -278,6 +271,6 @@ def _part_type(part: Any) -> str:
         return ""
     kind = part.get("type")
     if kind is None:
-        held = [key for key in ("text", *_PART_TYPES) if part.get(key) is not None]
+        held = [key for key in ("text", *PART_TYPES) if part.get(key) is not None]
         kind = held[0] if len(held) == 1 else ""
-    return kind if isinstance(kind, str) and kind in ("text", "input_text", "output_text", *_PART_TYPES) else ""
+    return kind if isinstance(kind, str) and kind in ("text", "input_text", "output_text", *PART_TYPES) else ""

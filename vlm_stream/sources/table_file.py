@@ -39,14 +39,12 @@ def is_table(path: str) -> bool:
 class TableFiles:
     """Rows of one or more files after each other. Picklable; files are opened where they are read."""
 
-    def __init__(
-        self, paths: Sequence[str], *, spill_dir: str | None = None, store: StoreOptions | None = None
-    ) -> None:
+    def __init__(self, paths: Sequence[str], *, store: StoreOptions | None = None) -> None:
         """Read the places of all blocks: footers of Parquet, messages of Arrow."""
         self.paths = tuple(paths)
         self.columns: tuple[str, ...] | None = None
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            self._files = tuple(pool.map(lambda path: _open(path, spill_dir, store), self.paths))
+            self._files = tuple(pool.map(lambda path: _open(path, store), self.paths))
         self._blocks = [(file, block) for file, part in enumerate(self._files) for block in range(len(part.block_rows))]
         rows = [part.block_rows for part in self._files]
         self._ends = np.cumsum(np.concatenate(rows) if rows else np.zeros(0, np.int64), dtype=np.int64)
@@ -114,9 +112,9 @@ def _size(block: Any) -> int:
     return 0 if isinstance(block, str) else int(block.nbytes)
 
 
-def _open(path: str, spill_dir: str | None, store: StoreOptions | None) -> _ParquetFile | _ArrowFile:
+def _open(path: str, store: StoreOptions | None) -> _ParquetFile | _ArrowFile:
     if path.lower().endswith(ARROW):
-        return _ArrowFile(LocalFile(path, spill_dir=spill_dir, store=store))
+        return _ArrowFile(LocalFile(path, store=store))
     return _ParquetFile(path, store)
 
 
@@ -142,7 +140,7 @@ class _ParquetFile:
         self._footer = f"{metadata.num_rows} {crc32c.crc32c(footer.getvalue())}"
 
     def _opened(self) -> Any:
-        """Open the file anew: of thousands, all would soon be open."""
+        """Open the file for one read: a dataset may have more files than a process may open."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
