@@ -13,21 +13,17 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, Final, cast
+from pathlib import Path
+from random import Random
+from typing import Any, Final, cast
 
-from vlm_stream.chaos.checker import Findings, OrderError
+from vlm_stream.chaos.checker import Checker, Findings, OrderError
+from vlm_stream.chaos.stage import Stage
 from vlm_stream.chaos.trainer import Arrival, Failed, RoundEnd, Saved, train
 from vlm_stream.lifetimes import without_main
 from vlm_stream.state import STATE_KEY, RunState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from random import Random
-
-    from vlm_stream.chaos.checker import Checker
-    from vlm_stream.chaos.stage import Stage
 
 _SAVE_EVERY: Final = 6
 _COMPARE: Final = 0.1

@@ -1,26 +1,20 @@
 """Draws faults from a seed, lets each happen to a run, and counts what came of it."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from vlm_stream.chaos.checker import Checker, Findings, OrderError
 from vlm_stream.chaos.crew import Crew, EndedError, HangError
-from vlm_stream.chaos.faults import DATA_KINDS, KILLED, PROCESS_KINDS, Scene
+from vlm_stream.chaos.faults import DATA_KINDS, KILLED, PROCESS_KINDS, Kind, Scene
 from vlm_stream.chaos.stage import Stage
 from vlm_stream.errors import ConfigError
 from vlm_stream.lifetimes import make_folder, remove_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-    from pathlib import Path
-
-    from vlm_stream.chaos.faults import Kind
 
 _SETTLE: Final = 3
 """Steps without a fault behind each."""
