@@ -1,15 +1,26 @@
 """How a processor is used: its tokenizer, its chat template, its arguments, and the settings of its parts."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from vlm_stream.conversation import Conversation
 from vlm_stream.errors import ConfigError
-from vlm_stream.tokens.media import METADATA_READERS
 
 _FLAT_IMAGES: Final = frozenset({"GotOcr2Processor"})
 """Processors to which a list of lists means pages of one document."""
+METADATA_READERS: Final = frozenset({"Cosmos3EdgeProcessor", "MuseGlimmerProcessor", "MuseSparkProcessor"})
+"""Processors that read a clip's metadata back from their video part, and do not ask it to return them."""
 _AUDIO_PARTS: Final = ("audio_processor", "feature_extractor")
+
+
+class Processor(Protocol):
+    """What is asked of every transformers processor, and of a bare tokenizer in its place."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the batch of texts and media."""
+
+    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the text, or the batch, of a conversation."""
 
 
 def tokenizer_of(processor: Any) -> Any:

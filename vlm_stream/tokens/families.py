@@ -7,9 +7,9 @@ where a processor class overrides what its parts say. Classes are known by name,
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from vlm_stream.tokens.chat import Part
+from vlm_stream.tokens.chat import Part, Processor
 from vlm_stream.tokens.geometry import Geometry
 from vlm_stream.tokens.measure import ask
 from vlm_stream.tokens.media import FrameRule
@@ -21,16 +21,6 @@ _VIT_PATCH: Final = 14  # pixels along a patch of the towers whose processors do
 _NAMED_CROPS: Final = 6  # rows and columns of crops for which tokenizers of SmolVLM and Idefics3 have tokens
 _DEFAULT_FPS: Final = 2.0
 """Processors without a rate of their own would take every frame of a file: 10 s of 720p would be 108,029 tokens."""
-
-
-class Processor(Protocol):
-    """What is asked of every transformers processor, and of a bare tokenizer in its place."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batch of texts and media."""
-
-    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the text, or the batch, of a conversation."""
 
 
 Reader: TypeAlias = Callable[[Any, Part], Any]

@@ -1,4 +1,4 @@
-"""`Geometry`: how one processor turns media sizes into tokens; and counting by it.
+"""`Geometry`: how one processor turns media sizes into tokens; and counting by it, and what it refuses.
 
 A geometry is a frozen value that travels as JSON and has a digest. Enters a processor (an object; transformers is never
 imported here) or JSON; leaves rules for images, videos, audio and the sampling of frames. With it, index columns become
@@ -16,15 +16,16 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from vlm_stream.errors import ConfigError, nearest_name
+from vlm_stream.errors import BadSampleError, ConfigError, nearest_name
 from vlm_stream.keys import FAKE_IMAGE_SIZE
+from vlm_stream.tokens.chat import Processor
 from vlm_stream.tokens.measure import Measured, remember
-from vlm_stream.tokens.media import FrameRule, MediaColumns, count_shown
+from vlm_stream.tokens.media import FrameRule, ImageSize, MediaColumns, MediaSizes, VideoSize, count_shown
 from vlm_stream.tokens.rules import (
     AudioRule,
     Floats,
@@ -37,9 +38,6 @@ from vlm_stream.tokens.rules import (
     grids,
     pieces,
 )
-
-if TYPE_CHECKING:
-    from vlm_stream.tokens.families import Processor
 
 _VERSION = 1
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
@@ -224,6 +222,47 @@ def _freeze(value: Any) -> Any:
 
 _COMMON: Final = Geometry.unknown()
 """For media that a processor does not read: `check_media_sizes` rejects them where that is wanted."""
+
+
+def check_media_sizes(sizes: MediaSizes, geometry: Geometry) -> None:
+    """Raise `BadSampleError` if the processor would refuse one of a sample's media.
+
+    Without a known processor the common limits hold: no empty media, no sides further apart than 200 to 1. The reasons
+    are "empty_medium", "extreme_shape" and "unsupported_medium".
+    """
+    kinds: tuple[tuple[str, tuple[ImageSize | VideoSize, ...], Any], ...] = (
+        ("image", sizes.images, geometry.image),
+        ("video", sizes.videos, geometry.video),
+    )
+    for kind, media, rule in kinds:
+        for number, medium in enumerate(media):
+            name = f"The {kind} number {number + 1}"
+            if min(medium.height, medium.width) < 1:
+                raise BadSampleError(
+                    "convert", "empty_medium", f"{name} has {medium.height}x{medium.width} pixels and cannot be used."
+                )
+            if rule is None:
+                _refuse_kind(name, geometry)
+            elif problem := rule.find_problem(medium.height, medium.width):
+                who = "many processors refuse" if geometry.family == "unknown" else f"{geometry.family} refuses"
+                detail = f"{name} cannot be used: {problem}, which {who}. Crop or pad it before conversion."
+                raise BadSampleError("convert", "extreme_shape", detail)
+    for number, sound in enumerate(sizes.audios):
+        name = f"The audio number {number + 1}"
+        if sound.samples < 1 or sound.rate < 1:
+            detail = f"{name} has {sound.samples} samples at {sound.rate} Hz and cannot be used."
+            raise BadSampleError("convert", "empty_medium", detail)
+        if geometry.audio is None:
+            _refuse_kind(name, geometry)
+
+
+def _refuse_kind(name: str, geometry: Geometry) -> None:
+    raise BadSampleError(
+        "convert",
+        "unsupported_medium",
+        f"{name} cannot be used: the {geometry.family} processor reads no such medium. "
+        "Convert for another processor, or leave such samples out.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
