@@ -204,15 +204,6 @@ def test_smolvlm_rows_and_columns(options):
         assert (seen["rows"][0][0], seen["cols"][0][0]) == (row, column), (h, w)
 
 
-def test_step3p7_windows():
-    processor = build_processor("step3p7")
-    rule = Geometry.from_processor(processor).image
-    sizes = draw_sizes()
-    columns, rows = rule.count_columns_and_rows(sizes[:, 0], sizes[:, 1])
-    expected = [processor.image_processor._plan_patches(int(w), int(h), 728, 504)[3:5] for h, w in sizes]
-    assert list(zip(columns.tolist(), rows.tolist(), strict=True)) == expected
-
-
 def test_phi4_tiles_without_their_padding():
     processor = build_processor("phi4_multimodal")
     part, rule = processor.image_processor, Geometry.from_processor(processor).image

@@ -169,19 +169,6 @@ def _read_smolvlm_video(processor: Any, _: Part) -> pieces.FixedFrames:
     return pieces.FixedFrames(tokens_per_frame=crop["tokens"], patches_per_frame=crop["patches"])
 
 
-def _read_step3p7(processor: Any, part: Part) -> pieces.WindowCrops:
-    view, window, patch = part.read_size("height"), part.whole("patch_size"), part.whole("vision_patch_size")
-    return pieces.WindowCrops(
-        view_size=view,
-        window_size=window,
-        largest_side=part.whole("max_image_size"),
-        tokens_per_view=int(processor.num_image_feature_size),
-        tokens_per_window=int(processor.num_patch_feature_size),
-        patches_per_view=(view // patch) ** 2,
-        patches_per_window=(window // patch) ** 2,
-    )
-
-
 def _read_phi4_image(_: Any, part: Part) -> pieces.PaddedTiles:
     return pieces.PaddedTiles(tile_size=part.read_size("height"), **part.ints("patch_size", max_tiles="dynamic_hd"))
 
@@ -293,7 +280,6 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "SmolVLMProcessor": _Family(
         "smolvlm", _read_row_crops, _read_smolvlm_video, max_frames=lambda part: int(part.read("num_frames", 64))
     ),
-    "Step3p7Processor": _Family("step3p7", _read_step3p7),
 }
 
 

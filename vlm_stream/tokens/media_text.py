@@ -22,7 +22,7 @@ from vlm_stream.tokens.media import (
     VideoSize,
     sample_clip,
 )
-from vlm_stream.tokens.rules.pieces import CanvasTiles, FixedImage, RowCrops, WindowCrops
+from vlm_stream.tokens.rules.pieces import CanvasTiles, FixedImage, RowCrops
 
 
 class Scene(NamedTuple):
@@ -179,16 +179,6 @@ def _write_smolvlm_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     return intro + "".join(frames) + "\n\n"
 
 
-def _write_step3p7_image(processor: Any, size: ImageSize, scene: Scene) -> str:
-    rule = scene.geometry.image
-    columns = rows = 0
-    if isinstance(rule, WindowCrops):
-        numbers = rule.count_columns_and_rows(np.asarray([size.height]), np.asarray([size.width]))
-        columns, rows = int(numbers[0][0]), int(numbers[1][0])
-    windows = "<patch_newline>".join(["<patch_start><patch_end>" * columns] * rows)
-    return f"{windows}<im_start>{processor.image_token}<im_end>"
-
-
 def _write_nemotron_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     """Every layer follows the numbers and times of its frames; a frame's duration is cut to whole milliseconds."""
     clip, patch = _Clip(size, scene.geometry.frames), scene.geometry.frames.temporal_patch_size
@@ -223,7 +213,6 @@ IMAGE_TEXTS: Final[dict[str, Callable[[Any, ImageSize, Scene], str]]] = {
     "llama4": _write_llama4_image,
     "nemotron_h_omni": _between("image_start_token", "image_token", "image_end_token"),
     "smolvlm": _write_smolvlm_image,
-    "step3p7": _write_step3p7_image,
 }
 VIDEO_TEXTS: Final[dict[str, Callable[[Any, VideoSize, Scene], str]]] = {
     "gemma4": _write_gemma4_video,
