@@ -64,13 +64,15 @@ def _read_navit(rule: type[budgets.NavitImage | budgets.NavitVideo]) -> Reader:
     return read
 
 
-def _read_gemma3_image(processor: Any, part: Part) -> pieces.FixedImage:
-    crops: dict[str, Any] = {}
-    if part.read("do_pan_and_scan"):
-        crops |= part.ints(max_crops="pan_and_scan_max_num_crops", min_crop_size="pan_and_scan_min_crop_size")
-        crops["min_ratio"] = float(part.read("pan_and_scan_min_ratio_to_activate"))
+def _read_siglip(processor: Any, part: Part) -> pieces.FixedImage:
     patches = (part.read_size("height") // _VIT_PATCH) * (part.read_size("width") // _VIT_PATCH)
-    return pieces.FixedImage(tokens_per_view=int(processor.image_seq_length), patches_per_view=patches, **crops)
+    return pieces.FixedImage(tokens_per_view=int(processor.image_seq_length), patches_per_view=patches)
+
+
+def _read_gemma3_image(processor: Any, part: Part) -> pieces.FixedImage:
+    if part.read("do_pan_and_scan"):  # its class says no, whatever the config of the part says
+        raise TypeError("it adds crops to images")
+    return _read_siglip(processor, part)
 
 
 def _read_soft_budget(_: Any, part: Part) -> budgets.SoftBudget:
@@ -135,8 +137,7 @@ def _read_llama4(processor: Any, part: Part) -> pieces.CanvasTiles:
 def _read_paligemma(processor: Any, part: Part) -> pieces.FixedImage:
     if processor.image_token != "<image>":  # noqa: S105 - not a password
         raise TypeError("it puts images before all text, because its image token is not '<image>'")
-    patches = (part.read_size("height") // _VIT_PATCH) * (part.read_size("width") // _VIT_PATCH)
-    return pieces.FixedImage(tokens_per_view=int(processor.image_seq_length), patches_per_view=patches)
+    return _read_siglip(processor, part)
 
 
 def _read_pooled_frames(processor: Any, _: Part) -> pieces.FixedFrames:

@@ -19,27 +19,13 @@ _LARGEST_SIDE = 4096  # SmolVLM scales no image above it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedImage(TakesAnySize):
-    """Images of Gemma-3, with its pan-and-scan crops if they are on."""
+    """Images that all cost the same: of Gemma-3, Gemma-3n and PaliGemma."""
 
-    tokens_per_view: int = 256  # tokens of the image, and of each crop
-    patches_per_view: int = 4096  # patches of each
-    max_crops: int = 0  # most crops; 0: pan and scan is off
-    min_crop_size: int = 256
-    min_ratio: float = 1.2  # images nearer to a square are not cropped
-
-    def count_crops(self, heights: Ints, widths: Ints) -> Ints:
-        """Return the number of crops beside the image itself."""
-        if self.max_crops == 0:
-            return np.zeros_like(heights)
-        longer, shorter = np.maximum(heights, widths), np.maximum(np.minimum(heights, widths), 1)
-        ratio = longer / shorter
-        crops = np.minimum(longer // self.min_crop_size, np.floor(ratio + 0.5).astype(np.int64))
-        crops = np.minimum(self.max_crops, np.maximum(2, crops))
-        is_cropped = (ratio >= self.min_ratio) & (np.minimum(-(-longer // crops), shorter) >= self.min_crop_size)
-        return np.where(is_cropped, crops, 0)
+    tokens_per_view: int = 256
+    patches_per_view: int = 4096
 
     def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
-        return count_pieces(1 + self.count_crops(heights, widths), self.tokens_per_view, self.patches_per_view)
+        return count_pieces(np.ones_like(heights), self.tokens_per_view, self.patches_per_view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
