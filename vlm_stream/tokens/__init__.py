@@ -21,12 +21,13 @@ Files, in the order the data meets them:
 """
 
 from vlm_stream.keys import FAKE_IMAGE_SIZE
-from vlm_stream.tokens.asker import media_of, template_digest
+from vlm_stream.tokens.asker import template_digest
 from vlm_stream.tokens.chat import (
     METADATA_READERS,
     Processor,
     audio_rate,
     call_arguments,
+    media_of,
     render_template,
     template_of,
     tokenizer_of,

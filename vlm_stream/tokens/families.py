@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from vlm_stream.tokens.chat import Part, Processor
+from vlm_stream.tokens.chat import PARTS, Part, Processor
 from vlm_stream.tokens.geometry import Geometry
-from vlm_stream.tokens.measure import ask
+from vlm_stream.tokens.measure import COMMON_RULES, ask
 from vlm_stream.tokens.media import FrameRule
 from vlm_stream.tokens.rules import audio, budgets, grids, pieces
 
@@ -33,14 +33,10 @@ class _Family(NamedTuple):
     image: Reader | None = None
     video: Reader | None = None
     audio: Reader | None = None
-    temporal: Callable[[Any, Part], int] = lambda _, __: 1
+    temporal: Callable[[Any, Part], int] = lambda _, part: int(part.read("temporal_patch_size", 1))
     """Frames that become one layer of tokens."""
     max_frames: Callable[[Part], int | None] = lambda _: None
     """The most frames that its own sampler takes, where that is not `max_frames`."""
-
-
-def _layer(_: Any, part: Part) -> int:
-    return part.whole("temporal_patch_size")
 
 
 def _read_video_grid(rule: type[grids.FrameGrid | grids.ClipGrid]) -> Reader:
@@ -93,7 +89,7 @@ def _read_internvl_image(processor: Any, part: Part) -> pieces.TileGrid:
 
 
 def _read_internvl_video(processor: Any, _: Part) -> pieces.FixedFrames:
-    patches = (_image_part(processor).read_size("height") // _VIT_PATCH) ** 2
+    patches = (Part(processor, "image").read_size("height") // _VIT_PATCH) ** 2
     return pieces.FixedFrames(tokens_per_frame=int(processor.image_seq_length), patches_per_frame=patches)
 
 
@@ -148,7 +144,7 @@ def _read_pooled_frames(processor: Any, _: Part) -> pieces.FixedFrames:
 
 def _smolvlm_crop(processor: Any) -> dict[str, int]:
     """Return tokens and patches of a crop, which is also what a frame is."""
-    crop, tokens = int(_image_part(processor).read("max_image_size")["longest_edge"]), int(processor.image_seq_len)
+    crop, tokens = int(Part(processor, "image").read("max_image_size")["longest_edge"]), int(processor.image_seq_len)
     return {"crop": crop, "tokens": tokens, "patches": tokens * max(1, round((crop / _VIT_PATCH) ** 2 / tokens))}
 
 
@@ -221,7 +217,7 @@ def _read_gemma3n_image(processor: Any, _: Part) -> pieces.FixedImage:
 
 
 _QWEN_IMAGE: Final[Reader] = lambda _, part: grids.PatchGrid(**part.grid())  # noqa: E731
-_QWEN2: Final = _Family("qwen2_vl", _QWEN_IMAGE, _read_video_grid(grids.FrameGrid), temporal=_layer)
+_QWEN2: Final = _Family("qwen2_vl", _QWEN_IMAGE, _read_video_grid(grids.FrameGrid))
 _GEMMA4: Final = _Family(
     "gemma4",
     _read_soft_budget,
@@ -229,7 +225,7 @@ _GEMMA4: Final = _Family(
     lambda _, part: audio.ConvolvedMel(**part.rate(), **part.ints("hop_length", "frame_length")),
     max_frames=lambda part: int(part.read("num_frames", 32)),
 )
-_KIMI: Final = _Family("kimi_k25", _read_navit(budgets.NavitImage), _read_navit(budgets.NavitVideo), temporal=_layer)
+_KIMI: Final = _Family("kimi_k25", _read_navit(budgets.NavitImage), _read_navit(budgets.NavitVideo))
 _FAMILIES: Final[dict[str, _Family]] = {
     "Gemma3Processor": _Family("gemma3", _read_gemma3_image),
     "Gemma3nProcessor": _Family(
@@ -248,7 +244,6 @@ _FAMILIES: Final[dict[str, _Family]] = {
         "glm46v",
         lambda _, part: grids.ClipGridImage(**part.grid(), **part.ints("temporal_patch_size")),
         _read_video_grid(grids.ClipGrid),
-        temporal=_layer,
         max_frames=lambda _: 640,
     ),
     "Idefics3Processor": _Family("idefics3", _read_row_crops),
@@ -277,7 +272,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
     ),
     "Qwen2_5_VLProcessor": _QWEN2._replace(name="qwen2_5_vl"),
     "Qwen3OmniMoeProcessor": _QWEN2._replace(name="qwen3_omni_moe", audio=_read_whisper),
-    "Qwen3VLProcessor": _Family("qwen3_vl", _QWEN_IMAGE, _read_video_grid(grids.ClipGrid), temporal=_layer),
+    "Qwen3VLProcessor": _Family("qwen3_vl", _QWEN_IMAGE, _read_video_grid(grids.ClipGrid)),
     "SmolVLMProcessor": _Family(
         "smolvlm", _read_row_crops, _read_smolvlm_video, max_frames=lambda part: int(part.read("num_frames", 64))
     ),
@@ -296,10 +291,6 @@ def read_family(processor: Processor) -> str:
     return "unknown" if hasattr(processor, "tokenizer") else "text"
 
 
-def _image_part(processor: Any) -> Part:
-    return Part(processor, ("image_processor",), "images_kwargs")
-
-
 def _read_frame_rule(part: Part, temporal_patch_size: int, max_frames: int | None = None) -> FrameRule:
     """Return which frames are read, as far as the config says."""
     most = int(max_frames or part.read("max_frames", 768))
@@ -316,11 +307,7 @@ def read_geometry(processor: Processor) -> Geometry:
     if read_family(processor) == "text":
         return Geometry(family="text")
     family, name = _find_family(processor), type(processor).__name__
-    parts = {
-        "image": _image_part(processor),
-        "video": Part(processor, ("video_processor",), "videos_kwargs"),
-        "audio": Part(processor, ("feature_extractor", "audio_processor"), "audio_kwargs"),
-    }
+    parts = {medium: Part(processor, medium) for medium in PARTS}
     video = parts["video"]
     if family is not None:
         try:
@@ -333,7 +320,7 @@ def read_geometry(processor: Processor) -> Geometry:
         except (AttributeError, KeyError, TypeError) as error:
             _log.warning("%s has another config than its family (%s), so its media are measured.", name, error)
     asker, measured = ask(processor)
-    common = {medium: rule for medium, rule in Geometry.unknown().rules().items() if parts[medium].exists}
+    common = {medium: rule for medium, rule in COMMON_RULES.items() if parts[medium].exists}
     layer, most = video.read("temporal_patch_size", 1), video.read("num_frames")
     frames = _read_frame_rule(video, int(layer), int(most) if most else None) if video.exists else FrameRule()
     return Geometry(family=name, **{**common, **measured}, frames=frames, is_exact=asker is not None)

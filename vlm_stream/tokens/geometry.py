@@ -24,7 +24,7 @@ import numpy.typing as npt
 from vlm_stream.errors import BadSampleError, ConfigError, nearest_name
 from vlm_stream.keys import FAKE_IMAGE_SIZE
 from vlm_stream.tokens.chat import Processor
-from vlm_stream.tokens.measure import Measured, remember
+from vlm_stream.tokens.measure import COMMON_RULES, Measured, remember
 from vlm_stream.tokens.media import FrameRule, ImageSize, MediaColumns, MediaSizes, VideoSize, count_shown
 from vlm_stream.tokens.rules import (
     AudioRule,
@@ -114,13 +114,7 @@ class Geometry:
     @classmethod
     def unknown(cls) -> Geometry:
         """Return estimates where no processor is known: the rules of the most common families."""
-        return cls(
-            family="unknown",
-            image=grids.PatchGrid(),
-            video=grids.FrameGrid(),
-            audio=audio.WindowedMel(),
-            is_exact=False,
-        )
+        return cls(family="unknown", **COMMON_RULES, is_exact=False)
 
     @property
     def is_measured(self) -> bool:
@@ -220,10 +214,6 @@ def _freeze(value: Any) -> Any:
     return tuple(_freeze(part) for part in value) if isinstance(value, list) else value
 
 
-_COMMON: Final = Geometry.unknown()
-"""For media that a processor does not read: `check_media_sizes` rejects them where that is wanted."""
-
-
 def check_media_sizes(sizes: MediaSizes, geometry: Geometry) -> None:
     """Raise `BadSampleError` if the processor would refuse one of a sample's media.
 
@@ -303,7 +293,7 @@ def count_tokens(columns: MediaColumns, geometry: Geometry) -> TokenColumns:
 
 def count_image_tokens(heights: Sequence[int], widths: Sequence[int], geometry: Geometry) -> list[int]:
     """Return the embeddings of each image of one sample."""
-    rule: Any = geometry.image or _COMMON.image
+    rule = _rule(geometry, "image")
     siblings = np.full(len(heights), len(heights), np.int64)
     counts: MediaCounts = rule.count_images(np.asarray(heights, np.int64), np.asarray(widths, np.int64), siblings)
     return [int(number) for number in counts.tokens]
@@ -319,11 +309,16 @@ def fake_image_tokens(geometry: Geometry) -> int:
     return count_image_tokens([height], [width], geometry)[0]
 
 
+def _rule(geometry: Geometry, medium: str) -> Any:
+    """Return how a medium is counted, also one that the processor does not read: `check_media_sizes` refuses that."""
+    return geometry.rules()[medium] or COMMON_RULES[medium]
+
+
 def _count_images(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
     per_row = np.diff(columns.image_splits)
     siblings = np.repeat(per_row, per_row)  # [images]
     heights, widths = columns.image_sizes.T
-    rule: Any = geometry.image or _COMMON.image
+    rule = _rule(geometry, "image")
     counts: MediaCounts = rule.count_images(heights, widths, siblings)
     return counts
 
@@ -331,13 +326,13 @@ def _count_images(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
 def _count_videos(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
     _, heights, widths = columns.video_sizes.T
     frames = count_shown(columns, geometry.frames)
-    rule: Any = geometry.video or _COMMON.video
+    rule = _rule(geometry, "video")
     counts: MediaCounts = rule.count_videos(frames, heights, widths)
     return counts
 
 
 def _count_audios(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
-    rule: Any = geometry.audio or _COMMON.audio
+    rule = _rule(geometry, "audio")
     samples, rates = columns.audio_sizes.T
     samples = audio.resample_length(samples, rates, rule.sampling_rate)
     per_row = np.diff(columns.audio_splits)
