@@ -50,6 +50,7 @@ _RULES: Final[dict[str, type[Any]]] = {
 """Rules by name: how they travel as JSON."""
 
 
+_WAY_OUT: Final = "A dataset of another version is counted again with: vlm-stream recount --processor ..."
 _ONE_TOKEN: Final = (
     budgets.BudgetedImage,
     budgets.NavitImage,
@@ -197,14 +198,14 @@ def _rule_from_json(value: dict[str, Any] | None) -> Any:
     if name not in _RULES:
         raise ConfigError(
             f"The counting rule {name!r} is not known to this version, so its tokens cannot be counted: "
-            f"{nearest_name(name, _RULES)}"
+            f"{nearest_name(name, _RULES)} {_WAY_OUT}"
         )
     known = {field.name for field in fields(_RULES[name])}
     unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigError(
             f"The counting rule {name} has no field {unknown[0]!r} in this version, so its tokens cannot be counted: "
-            f"{nearest_name(unknown[0], known)}"
+            f"{nearest_name(unknown[0], known)} {_WAY_OUT}"
         )
     return _RULES[name](**{key: _freeze(option) for key, option in options.items()})
 
