@@ -7,6 +7,7 @@ where a processor class overrides what its parts say. Classes are known by name,
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from vlm_stream.tokens.chat import PARTS, Part, Processor
@@ -48,24 +49,23 @@ def _read_whisper(_: Any, part: Part) -> audio.WindowedMel:
     return audio.WindowedMel(**part.rate(), hop_length=int(part.read("hop_length", 160)), window_frames=window)
 
 
-def _read_navit(rule: type[budgets.NavitImage | budgets.NavitVideo]) -> Reader:
-    def read(_: Any, part: Part) -> budgets.NavitImage | budgets.NavitVideo:
-        layer = part.ints("temporal_patch_size") if rule is budgets.NavitVideo else {}
-        return rule(
-            **part.ints("patch_size", "merge_size", "max_patches"),
-            **layer,
-            max_side_patches=part.read_size("max_height"),
-        )
-
-    return read
+def _read_navit(_: Any, part: Part) -> budgets.Navit:
+    return budgets.Navit(
+        **part.ints("patch_size", "merge_size", "max_patches"),
+        max_side_patches=part.read_size("max_height"),
+    )
 
 
-def _read_siglip(processor: Any, part: Part) -> pieces.FixedImage:
+def _read_navit_video(processor: Any, part: Part) -> budgets.Navit:
+    return replace(_read_navit(processor, part), temporal_patch_size=part.whole("temporal_patch_size"))
+
+
+def _read_siglip(processor: Any, part: Part) -> pieces.FixedFrames:
     patches = (part.read_size("height") // _VIT_PATCH) * (part.read_size("width") // _VIT_PATCH)
-    return pieces.FixedImage(tokens_per_view=int(processor.image_seq_length), patches_per_view=patches)
+    return pieces.FixedFrames(tokens_per_frame=int(processor.image_seq_length), patches_per_frame=patches)
 
 
-def _read_gemma3_image(processor: Any, part: Part) -> pieces.FixedImage:
+def _read_gemma3_image(processor: Any, part: Part) -> pieces.FixedFrames:
     if part.read("do_pan_and_scan"):  # its class says no, whatever the config of the part says
         raise TypeError("it adds crops to images")
     return _read_siglip(processor, part)
@@ -130,7 +130,7 @@ def _read_llama4(processor: Any, part: Part) -> pieces.CanvasTiles:
     )
 
 
-def _read_paligemma(processor: Any, part: Part) -> pieces.FixedImage:
+def _read_paligemma(processor: Any, part: Part) -> pieces.FixedFrames:
     if processor.image_token != "<image>":  # noqa: S105 - not a password
         raise TypeError("it puts images before all text, because its image token is not '<image>'")
     return _read_siglip(processor, part)
@@ -211,9 +211,9 @@ def _read_pixtral(processor: Any, part: Part) -> pieces.RowGrid:
     )
 
 
-def _read_gemma3n_image(processor: Any, _: Part) -> pieces.FixedImage:
+def _read_gemma3n_image(processor: Any, _: Part) -> pieces.FixedFrames:
     tokens = int(processor.image_seq_length)
-    return pieces.FixedImage(tokens_per_view=tokens, patches_per_view=tokens)
+    return pieces.FixedFrames(tokens_per_frame=tokens, patches_per_frame=tokens)
 
 
 _QWEN_IMAGE: Final[Reader] = lambda _, part: grids.PatchGrid(**part.grid())  # noqa: E731
@@ -225,7 +225,7 @@ _GEMMA4: Final = _Family(
     lambda _, part: audio.ConvolvedMel(**part.rate(), **part.ints("hop_length", "frame_length")),
     max_frames=lambda part: int(part.read("num_frames", 32)),
 )
-_KIMI: Final = _Family("kimi_k25", _read_navit(budgets.NavitImage), _read_navit(budgets.NavitVideo))
+_KIMI: Final = _Family("kimi_k25", _read_navit, _read_navit_video)
 _FAMILIES: Final[dict[str, _Family]] = {
     "Gemma3Processor": _Family("gemma3", _read_gemma3_image),
     "Gemma3nProcessor": _Family(
@@ -242,7 +242,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
     ),
     "Glm46VProcessor": _Family(
         "glm46v",
-        lambda _, part: grids.ClipGridImage(**part.grid(), **part.ints("temporal_patch_size")),
+        lambda _, part: grids.ClipGrid(**part.grid(), **part.ints("temporal_patch_size")),
         _read_video_grid(grids.ClipGrid),
         max_frames=lambda _: 640,
     ),
@@ -261,7 +261,9 @@ _FAMILIES: Final[dict[str, _Family]] = {
         temporal=lambda processor, _: int(processor.video_temporal_patch_dim),
     ),
     # An encoder reads the page; the one token stands for a placeholder that its text does not have.
-    "NemotronParseProcessor": _Family("nemotron_parse", lambda *_: pieces.FixedImage(tokens_per_view=1)),
+    "NemotronParseProcessor": _Family(
+        "nemotron_parse", lambda *_: pieces.FixedFrames(tokens_per_frame=1, patches_per_frame=4096)
+    ),
     "PaliGemmaProcessor": _Family("paligemma", _read_paligemma),
     "Phi4MultimodalProcessor": _Family("phi4_multimodal", _read_phi4_image, audio=_read_phi4_audio),
     "PixtralProcessor": _Family("pixtral", _read_pixtral),

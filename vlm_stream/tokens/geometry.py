@@ -53,9 +53,9 @@ _RULES: Final[dict[str, type[Any]]] = {
 _WAY_OUT: Final = "A dataset of another version is counted again with: vlm-stream recount --processor ..."
 _ONE_TOKEN: Final = (
     budgets.BudgetedImage,
-    budgets.NavitImage,
+    budgets.Navit,
     budgets.SoftBudget,
-    grids.ClipGridImage,
+    grids.ClipGrid,
     grids.PatchGrid,
     pieces.AnyresImage,
     pieces.TileGrid,

@@ -18,23 +18,15 @@ _LARGEST_SIDE = 4096  # SmolVLM scales no image above it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FixedImage(TakesAnySize):
-    """Images that all cost the same: of Gemma-3, Gemma-3n and PaliGemma."""
-
-    tokens_per_view: int = 256
-    patches_per_view: int = 4096
-
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
-        return count_pieces(np.ones_like(heights), self.tokens_per_view, self.patches_per_view)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FixedFrames(TakesAnySize):
-    """Videos whose frames all cost the same."""
+    """Images, and frames of videos, that all cost the same: Gemma-3, PaliGemma, InternVL, LLaVA-OneVision, SmolVLM."""
 
     tokens_per_frame: int
     patches_per_frame: int
     tokens_per_video: int = 0  # tokens of the clip beside its frames
+
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
+        return count_pieces(np.ones_like(heights), self.tokens_per_frame, self.patches_per_frame)
 
     def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
         counts = count_pieces(frames, self.tokens_per_frame, self.patches_per_frame)
