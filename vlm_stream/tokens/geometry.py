@@ -24,7 +24,7 @@ import numpy.typing as npt
 from vlm_stream.errors import BadSampleError, ConfigError, nearest_name
 from vlm_stream.keys import FAKE_IMAGE_SIZE
 from vlm_stream.tokens.chat import Processor
-from vlm_stream.tokens.measure import COMMON_RULES, Measured, remember
+from vlm_stream.tokens.measure import COMMON_RULES, Measured
 from vlm_stream.tokens.media import FrameRule, ImageSize, MediaColumns, MediaSizes, VideoSize, count_shown
 from vlm_stream.tokens.rules import (
     AudioRule,
@@ -128,7 +128,9 @@ class Geometry:
 
     def remember_in(self, folders: Iterable[Path]) -> None:
         """Keep what is measured in the first of these folders that can be written to; read it from all of them."""
-        remember(self.rules().values(), folders)
+        places = list(folders)
+        for rule in {rule for rule in self.rules().values() if isinstance(rule, Measured)}:
+            rule.remember_in(places)
 
     def to_json(self) -> dict[str, Any]:
         return {

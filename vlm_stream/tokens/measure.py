@@ -5,7 +5,7 @@
 
 The second line makes lengths exact whatever a processor writes, and wherever: what depends on neighbours, on timestamps
 or on where text merges counts as text. An answer is a function of the processor and the size alone, so ranks, resumes
-and later runs agree; answers are kept in memory and, once `remember` names folders, in a file.
+and later runs agree; answers are kept in memory and, once `remember_in` names folders, in a file.
 """
 
 import hashlib
@@ -57,6 +57,10 @@ class Measured(TakesAnySize):
 
     def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
         return _table(self.asked).count("audio", samples)
+
+    def remember_in(self, folders: Iterable[Path]) -> None:
+        """Read answers from files in these folders, and write new ones to the first that can be written to."""
+        _table(self.asked).remember_in(folders)
 
 
 class _Table:
@@ -221,10 +225,3 @@ def _can_be_asked(asker: Asker, medium: str) -> bool:
         )
         return False
     return True
-
-
-def remember(rules: Iterable[Any], folders: Iterable[Path]) -> None:
-    """Read answers from files in these folders, and write new ones to the first that can be written to."""
-    places = list(folders)
-    for asked in {rule.asked for rule in rules if isinstance(rule, Measured)}:
-        _table(asked).remember_in(places)
