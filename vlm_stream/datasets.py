@@ -59,19 +59,27 @@ class Datasets:
             )
         return found[0]
 
-    def check_counted_for(self, text: str) -> None:
-        """Warn where an index was counted for another processor, or not counted at all: plans are then estimates."""
+    def check_counted_for(self, text: str, geometry: Geometry) -> None:
+        """Warn where an index was counted for another processor, or not counted at all: plans are then estimates.
+
+        What stands around a medium is text where a rule counts the medium, and belongs to it where it is measured.
+        """
         counts = {
             source.url: dataset.manifest.tokens for source, dataset in zip(self.sources, self.opened, strict=True)
         }
         for url, counted in counts.items():
-            if counted.template_sha256 == text:  # media of a processor that cannot be asked stay estimates
+            if counted.template_sha256 != text:  # media of a processor that cannot be asked stay estimates
+                how = f"for {counted.processor_class}" if counted.kind == "exact" else "by a guess"
+            elif _is_measured(counted.geometry) != geometry.is_measured:
+                changes = "counted by rule, which are now measured", "measured, which are now counted by rule"
+                how = f"beside media that were {changes[not geometry.is_measured]}"
+            else:
                 continue
             logger.warning(
                 "the text tokens of %s were counted %s, so packs may come out too long or too short; "
                 "count them for this processor with: vlm-stream recount --processor ... %s",
                 url,
-                f"for {counted.processor_class}" if counted.kind == "exact" else "by a guess",
+                how,
                 url,
             )
 
@@ -178,6 +186,11 @@ class Datasets:
             return ()
         offset, size, crc32c = drawn.text
         return (Span(dataset.root, texts_name(drawn.span.path, key), offset, size, crc32c, (("", offset, size),)),)
+
+
+def _is_measured(geometry: dict[str, Any]) -> bool:
+    """Tell by the JSON of a geometry, whose rules may be another version's."""
+    return any(isinstance(rule, dict) and rule.get("rule") == "Measured" for rule in geometry.values())
 
 
 def _drawn_entries(source: SourceOptions, dataset: OpenDataset) -> list[str]:

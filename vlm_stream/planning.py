@@ -210,7 +210,7 @@ def open_plan(
     fits: tuple[GuessFit | None, ...] = (None,) * len(datasets.opened)
     if processor is not None and family is not None:
         text = template_digest(processor)
-        datasets.check_counted_for(text)
+        datasets.check_counted_for(text, geometry)
         fits = datasets.fit_guesses(processor, geometry, options, family)
     # Where lengths are guesses, nobody knows which samples will be cut.
     are_labels_known = geometry.is_exact or options.long_samples != "truncate"

@@ -96,7 +96,7 @@ QUESTIONS: tuple[list[dict[str, Any]], ...] = (
     [],
     [IMAGE],
 )
-ALSO_IMAGES = set(FAMILIES) - {"gemma3", "phi4_multimodal", "smolvlm", "step3p7"}
+ALSO_IMAGES = set(FAMILIES) - {"gemma3", "phi4_multimodal", "smolvlm"}
 """The others write images in several pieces, or by another token than their template, and are encoded in full."""
 
 

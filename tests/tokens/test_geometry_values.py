@@ -52,8 +52,14 @@ def test_digest_changes_with_every_number():
     [
         ({"version": 9}, "has version 9 and this package reads version 1: make it again"),
         ({"imag": None}, "A geometry has no field 'imag': did you mean 'image'"),
-        ({"image": {"rule": "PatchGird"}}, "counting rule 'PatchGird' is not known.*did you mean 'PatchGrid'"),
-        ({"image": {"rule": "PatchGrid", "patch": 1}}, "PatchGrid has no field 'patch'.*did you mean 'patch_size'"),
+        (
+            {"image": {"rule": "PatchGird"}},
+            "rule 'PatchGird' is not known.*did you mean 'PatchGrid'.*vlm-stream recount",
+        ),
+        (
+            {"image": {"rule": "PatchGrid", "patch": 1}},
+            "PatchGrid has no field 'patch'.*'patch_size'.*vlm-stream recount",
+        ),
     ],
 )
 def test_json_of_another_kind_is_refused(change, message):

@@ -37,6 +37,7 @@ from vlm_stream.tokens import (
 
 RULED = ("Idefics3Processor", "LlavaNextProcessor", "Llama4Processor")
 """Families that are measured here as if nobody had written their rules."""
+BY_RULE = dict(families._FAMILIES)
 
 
 @pytest.fixture(autouse=True)
@@ -224,3 +225,24 @@ def test_packs_of_a_family_without_a_rule_hold_what_was_planned(idefics, toy_met
     assert num_batches > 3
     assert loader.ledger.num_bad == 0
     assert [path.name for path in data.glob("measured-*.json")] != []
+
+
+def test_an_index_whose_media_were_measured_is_named_where_a_rule_counts_them(
+    idefics, toy_meta, tmp_path, caplog, monkeypatch
+):
+    """Marks around media are a part of what is measured, and text by rule: together they would count twice."""
+    idefics.image_processor.size = {"longest_edge": 728}
+    data, folder = tmp_path / "data", str(tmp_path / "processor")
+    idefics.save_pretrained(folder)
+    make_shards(toy_meta, data, names=("captions",), samples_per_shard=10, processor=folder)
+    said = "were counted beside media that were measured, which are now counted by rule, so packs may come out too long"
+
+    def plan() -> None:
+        counting._opened.clear()
+        len(StreamLoader(str(data), processor=folder, pack_size=1200, epochs=1, num_workers=0))
+
+    plan()
+    assert said not in caplog.text
+    monkeypatch.setitem(families._FAMILIES, "Idefics3Processor", BY_RULE["Idefics3Processor"])
+    plan()
+    assert said in caplog.text

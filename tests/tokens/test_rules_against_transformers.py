@@ -15,7 +15,6 @@ from PIL import Image
 
 from vlm_stream.testing import build_processor
 from vlm_stream.tokens import Geometry, ImageSize, MediaSizes, TextCounter, count_tokens, make_columns
-from vlm_stream.tokens.rules.pieces import FixedImage
 
 
 def draw_sizes(number: int = 3000, *, longest: int = 9000, max_ratio: float = 1e9, seed: int = 0) -> np.ndarray:
@@ -204,15 +203,6 @@ def test_smolvlm_rows_and_columns(options):
         assert (seen["rows"][0][0], seen["cols"][0][0]) == (row, column), (h, w)
 
 
-def test_step3p7_windows():
-    processor = build_processor("step3p7")
-    rule = Geometry.from_processor(processor).image
-    sizes = draw_sizes()
-    columns, rows = rule.count_columns_and_rows(sizes[:, 0], sizes[:, 1])
-    expected = [processor.image_processor._plan_patches(int(w), int(h), 728, 504)[3:5] for h, w in sizes]
-    assert list(zip(columns.tolist(), rows.tolist(), strict=True)) == expected
-
-
 def test_phi4_tiles_without_their_padding():
     processor = build_processor("phi4_multimodal")
     part, rule = processor.image_processor, Geometry.from_processor(processor).image
@@ -253,21 +243,6 @@ def test_nemotron_videos(options):
     expected = [3 * (np.prod(processor.video_processor._compute_target_patches(int(h), int(w))) // 4) for h, w in sizes]
     clips = Geometry.from_processor(processor).video.count_videos(np.full(len(sizes), 5), sizes[:, 0], sizes[:, 1])
     assert clips.tokens.tolist() == expected
-
-
-def test_gemma3_pan_and_scan():
-    options = {
-        "do_pan_and_scan": True,
-        "pan_and_scan_min_crop_size": 256,
-        "pan_and_scan_max_num_crops": 4,
-        "pan_and_scan_min_ratio_to_activate": 1.2,
-    }
-    part = build_processor("gemma3", image=options).image_processor
-    rule = FixedImage(max_crops=4, min_crop_size=256, min_ratio=1.2)
-    sizes = draw_sizes()
-    limits = {key: value for key, value in options.items() if key != "do_pan_and_scan"}
-    expected = [len(part.pan_and_scan_batched(torch.zeros(1).expand(1, 3, int(h), int(w)), **limits)) for h, w in sizes]
-    assert rule.count_crops(sizes[:, 0], sizes[:, 1]).tolist() == expected
 
 
 def encoded_length(processor, texts, sizes):

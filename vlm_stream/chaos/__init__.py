@@ -11,8 +11,8 @@ a process of its own), `crew.py` (all ranks in lock step; kills and resumes), `c
 
 from __future__ import annotations
 
-from vlm_stream.chaos.checker import digest_of
 from vlm_stream.chaos.proxy import Fault, FaultProxy
 from vlm_stream.chaos.run import ChaosOptions, Report, Row, run_chaos
+from vlm_stream.chaos.trainer import digest_of
 
 __all__ = ["ChaosOptions", "Fault", "FaultProxy", "Report", "Row", "digest_of", "run_chaos"]

@@ -5,28 +5,19 @@ be equal; over a whole round every planned sample must have come once; some batc
 the same bytes.
 """
 
-from __future__ import annotations
-
-import hashlib
-import pickle
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
+from vlm_stream.blueprint import Blueprint, Planned
 from vlm_stream.build import Builder
+from vlm_stream.chaos.trainer import Arrival, SampleName, digest_of
 from vlm_stream.length import is_endless
 from vlm_stream.processors import open_processor
+from vlm_stream.state import RunState
 from vlm_stream.stream import VLMStream
 from vlm_stream.world import World
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from vlm_stream.blueprint import Blueprint, Planned
-    from vlm_stream.chaos.trainer import Arrival, SampleName
-    from vlm_stream.state import RunState
 
 
 class OrderError(Exception):
@@ -45,7 +36,7 @@ class Findings:
     """Left out without a word, or delivered with other bytes."""
     notes: list[str] = field(default_factory=list)
 
-    def add(self, other: Findings) -> None:
+    def add(self, other: "Findings") -> None:
         """Add those of another."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
@@ -152,26 +143,3 @@ class Checker:
         if self._builder is None:
             self._builder = Builder(self._build_config)
         return self._builder.build(blueprint).batch
-
-
-def digest_of(batch: Any) -> str:
-    """Return what identifies the values of a batch; the names of its samples are left out."""
-    state = hashlib.blake2b(digest_size=16)
-    _feed(state, {key: value for key, value in batch.items() if key != "refs"})
-    return state.hexdigest()
-
-
-def _feed(state: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        state.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, dict):
-        for key in sorted(value, key=str):
-            state.update(str(key).encode())
-            _feed(state, value[key])
-    elif isinstance(value, list | tuple):
-        state.update(b"[%d]" % len(value))
-        for each in value:
-            _feed(state, each)
-    else:
-        state.update(pickle.dumps(value))

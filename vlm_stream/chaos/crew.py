@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, Final, cast
+from pathlib import Path
+from random import Random
+from typing import Any, Final, cast
 
-from vlm_stream.chaos.checker import Findings, OrderError
+from vlm_stream.chaos.checker import Checker, Findings, OrderError
+from vlm_stream.chaos.stage import Stage
 from vlm_stream.chaos.trainer import Arrival, Failed, RoundEnd, Saved, train
 from vlm_stream.lifetimes import without_main
 from vlm_stream.state import STATE_KEY, RunState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from random import Random
-
-    from vlm_stream.chaos.checker import Checker
-    from vlm_stream.chaos.stage import Stage
 
 _SAVE_EVERY: Final = 6
 _COMPARE: Final = 0.1
@@ -62,7 +57,6 @@ class Crew:
         """The newest two: a file for each rank, and what is in them."""
         self._numbers = itertools.count()
         self._since = 0
-        self._log = (stage.folder / "deliveries.jsonl").open("w", encoding="utf-8")
         self.builders: list[int] = []
         self.findings = Findings()
         """Of the present fault."""
@@ -75,7 +69,6 @@ class Crew:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        self._log.close()
 
     @property
     def pids(self) -> list[int]:
@@ -96,7 +89,6 @@ class Crew:
         """Start that many ranks from the last checkpoint; their first batches are waited for by `step`."""
         paths, state = self._checkpoints[-1] if self._checkpoints else (None, RunState())
         self._checker.begin(world_size, state)
-        self._note(resume=world_size, rounds=state.rounds)
         self._since = 0
         for rank in range(world_size):
             ours, theirs = self._context.Pipe()
@@ -162,7 +154,6 @@ class Crew:
         self.builders = [pid for arrival in arrivals for pid in arrival.builders]
         for rank, arrival in enumerate(arrivals):
             compares = self.is_damaged or self._draw.random() < _COMPARE
-            self._note(rank=rank, name=arrival.name[1:], rows=arrival.rows, bad=arrival.bad)
             self.findings.add(self._checker.check(rank, arrival, compares=compares, damaged=self.is_damaged))
             self.num_batches += 1
             self.num_samples += sum(map(len, arrival.rows))
@@ -172,7 +163,6 @@ class Crew:
             raise OrderError(f"the round ended on some ranks and not on others ({ends}), or before its plan")
         self._save()
         del self._checkpoints[:-1]  # what was counted of the round cannot be taken back
-        self._note(round_end=True)
         self.num_rounds += 1
         state = self._checkpoints[-1][1]
         self.findings.add(self._checker.end_round(state))
@@ -220,9 +210,6 @@ class Crew:
         kinds = {type(message) for message in messages.values()}
         assert kinds <= {Arrival, RoundEnd} or kinds == {Saved}  # noqa: S101 - the protocol of `trainer.py`
         return [messages[rank] for rank in range(len(messages))]
-
-    def _note(self, **what: Any) -> None:
-        self._log.write(json.dumps(what) + "\n")
 
 
 def _send(connection: Any, message: str) -> None:

@@ -5,8 +5,6 @@ batch has come meanwhile. Signals go only to processes that descend from the tra
 and to what passes the proxy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
@@ -16,15 +14,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from random import Random
+from typing import Any, Final
 
+from vlm_stream.chaos.crew import Crew
 from vlm_stream.chaos.proxy import Fault
-
-if TYPE_CHECKING:
-    from random import Random
-
-    from vlm_stream.chaos.crew import Crew
-    from vlm_stream.chaos.stage import Stage
+from vlm_stream.chaos.stage import Stage
 
 Heal = Callable[[], None]
 KILLED: Final = "killed"
@@ -47,19 +42,29 @@ class Scene:
         family = _descendants(self.crew.pids)
         return [pid for pid in self.crew.builders if pid in family]
 
-    def servers(self) -> list[int]:
-        """Return the process ids of the fork servers of the trainers."""
+    def choose_builder(self) -> list[int]:
+        """Return one of them, or none where all are being started."""
+        return self._choose(self.builders())
+
+    def choose_server(self) -> list[int]:
+        """Return one of the fork servers, which stand between trainers and their builders, if there are any."""
         found = []
         for pid, parent in _parents().items():
             with contextlib.suppress(OSError):
                 if parent in self.crew.pids and pid not in self.crew.builders:
                     found += [pid] * (b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        return found
+        return self._choose(sorted(found))
 
-    def choose_builder(self) -> list[int]:
-        """Return one of them, or none where all are being started."""
-        found = self.builders()
-        return [self.draw.choice(found)] if found else []
+    def choose_trainer(self) -> list[int]:
+        """Return one of the trainers."""
+        return self._choose(self.crew.pids)
+
+    def everybody(self) -> list[int]:
+        """Return the trainers and all that descends from them."""
+        return [*self.crew.pids, *_descendants(self.crew.pids)]
+
+    def _choose(self, pids: list[int]) -> list[int]:
+        return [self.draw.choice(pids)] if pids else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,49 +92,20 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _kill_builder(scene: Scene) -> None:
-    _signal(scene.choose_builder(), signal.SIGKILL)
+def _sends(number: signal.Signals, find: Callable[[Scene], list[int]]) -> Callable[[Scene], None]:
+    """Return a fault that sends a signal to the processes that are found then."""
+    return lambda scene: _signal(find(scene), number)
 
 
-def _crash_builder(scene: Scene) -> None:
-    _signal(scene.choose_builder(), signal.SIGSEGV)
+def _pauses(find: Callable[[Scene], list[int]]) -> Callable[[Scene], Heal]:
+    """Return a fault that stops processes, and lets them go on if they are still there."""
 
+    def act(scene: Scene) -> Heal:
+        pids = find(scene)
+        _signal(pids, signal.SIGSTOP)
+        return lambda: _signal([pid for pid in pids if pid in scene.everybody()], signal.SIGCONT)
 
-def _kill_builders(scene: Scene) -> None:
-    _signal(scene.builders(), signal.SIGKILL)
-
-
-def _stop_builder(scene: Scene) -> None:
-    _signal(scene.choose_builder(), signal.SIGSTOP)
-
-
-def _pause_builder(scene: Scene) -> Heal:
-    pids = scene.choose_builder()
-    _signal(pids, signal.SIGSTOP)
-    return lambda: _signal([pid for pid in pids if pid in _descendants(scene.crew.pids)], signal.SIGCONT)
-
-
-def _kill_server(scene: Scene) -> None:
-    """Kill what stands between a trainer and its builders."""
-    _signal([scene.draw.choice(servers)] if (servers := sorted(scene.servers())) else [], signal.SIGKILL)
-
-
-def _kill_trainer(scene: Scene) -> None:
-    _signal([scene.draw.choice(scene.crew.pids)], signal.SIGKILL)
-
-
-def _crash_trainer(scene: Scene) -> None:
-    _signal([scene.draw.choice(scene.crew.pids)], signal.SIGSEGV)
-
-
-def _kill_all(scene: Scene) -> None:
-    _signal([*scene.crew.pids, *_descendants(scene.crew.pids)], signal.SIGKILL)
-
-
-def _pause_trainer(scene: Scene) -> Heal:
-    pids = [scene.draw.choice(scene.crew.pids)]
-    _signal(pids, signal.SIGSTOP)
-    return lambda: _signal([pid for pid in pids if pid in scene.crew.pids], signal.SIGCONT)
+    return act
 
 
 def _cut_state(scene: Scene) -> None:
@@ -193,22 +169,22 @@ def _descendants(ancestors: list[int]) -> set[int]:
 
 PROCESS_KINDS: Final = {
     "trainers": (
-        Kind("trainer: kill -9", _kill_trainer, weight=2, ends=(KILLED,)),
-        Kind("trainer: SIGSEGV", _crash_trainer, ends=(KILLED,)),
-        Kind("all processes: kill -9", _kill_all, ends=(KILLED,)),
-        Kind("trainer: stopped for a while", _pause_trainer, weight=4, seconds=(0.2, 1.5)),
+        Kind("trainer: kill -9", _sends(signal.SIGKILL, Scene.choose_trainer), weight=2, ends=(KILLED,)),
+        Kind("trainer: SIGSEGV", _sends(signal.SIGSEGV, Scene.choose_trainer), ends=(KILLED,)),
+        Kind("all processes: kill -9", _sends(signal.SIGKILL, Scene.everybody), ends=(KILLED,)),
+        Kind("trainer: stopped for a while", _pauses(Scene.choose_trainer), weight=4, seconds=(0.2, 1.5)),
         Kind("state: cut while it is written", _cut_state, cuts_state=True, ends=(KILLED, "StateError")),
     ),
     "builders": (
-        Kind("builder: kill -9", _kill_builder, weight=24),
-        Kind("builder: SIGSEGV", _crash_builder, weight=12),
-        Kind("builder: stopped for a while", _pause_builder, weight=12, seconds=(0.2, 2.0)),
-        Kind("builder: stopped for good", _stop_builder, weight=3),
-        Kind("all builders: kill -9", _kill_builders, weight=4),
+        Kind("builder: kill -9", _sends(signal.SIGKILL, Scene.choose_builder), weight=24),
+        Kind("builder: SIGSEGV", _sends(signal.SIGSEGV, Scene.choose_builder), weight=12),
+        Kind("builder: stopped for a while", _pauses(Scene.choose_builder), weight=12, seconds=(0.2, 2.0)),
+        Kind("builder: stopped for good", _sends(signal.SIGSTOP, Scene.choose_builder), weight=3),
+        Kind("all builders: kill -9", _sends(signal.SIGKILL, Scene.builders), weight=4),
         Kind("descriptors: few left", _limit(resource.RLIMIT_NOFILE, _few_more), weight=4, ends=("StorageError",)),
         Kind("files: cannot grow", _limit(resource.RLIMIT_FSIZE, lambda *_: 4096), weight=4),
     ),
-    "servers": (Kind("builders' server: kill -9", _kill_server, weight=2),),
+    "servers": (Kind("builders' server: kill -9", _sends(signal.SIGKILL, Scene.choose_server), weight=2),),
 }
 
 

@@ -14,13 +14,11 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal
+from typing import Any, BinaryIO, Final, Literal
 from urllib.parse import urlsplit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _BUFFER: Final = 256 * 1024
 _OTHERS: Final = bytes(byte ^ 0x55 for byte in range(256))

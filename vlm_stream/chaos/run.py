@@ -1,26 +1,19 @@
 """Draws faults from a seed, lets each happen to a run, and counts what came of it."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vlm_stream.chaos.checker import Checker, Findings, OrderError
 from vlm_stream.chaos.crew import Crew, EndedError, HangError
-from vlm_stream.chaos.faults import DATA_KINDS, KILLED, PROCESS_KINDS, Scene
+from vlm_stream.chaos.faults import DATA_KINDS, KILLED, PROCESS_KINDS, Kind, Scene
 from vlm_stream.chaos.stage import Stage
 from vlm_stream.errors import ConfigError
 from vlm_stream.lifetimes import make_folder, remove_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-    from pathlib import Path
-
-    from vlm_stream.chaos.faults import Kind
 
 _SETTLE: Final = 3
 """Steps without a fault behind each."""
@@ -108,22 +101,15 @@ def run_chaos(arguments: dict[str, Any], options: ChaosOptions, tell: Callable[[
     Raises:
         ConfigError: The recipe has nothing that could be disturbed in this way.
     """
-    with _folder() as folder, Stage(arguments, folder) as stage:
+    with ExitStack() as stack:
+        folder = make_folder("vlm-stream-chaos-")
+        stack.callback(remove_folder, folder)
+        stage = stack.enter_context(Stage(arguments, folder))
         checker = Checker(stage.planned)
-        try:
-            with Crew(stage, checker, random.Random(f"{options.seed}/compare"), patience_s=options.patience_s) as crew:
-                return _Run(stage, crew, options, tell).run()
-        finally:
-            checker.close()
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    folder = make_folder("vlm-stream-chaos-")
-    try:
-        yield folder
-    finally:
-        remove_folder(folder)
+        stack.callback(checker.close)
+        draw = random.Random(f"{options.seed}/compare")
+        crew = stack.enter_context(Crew(stage, checker, draw, patience_s=options.patience_s))
+        return _Run(stage, crew, options, tell).run()
 
 
 class _Run:

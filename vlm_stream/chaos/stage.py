@@ -11,17 +11,14 @@ import logging
 import shutil
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vlm_stream.chaos.proxy import FaultProxy
 from vlm_stream.errors import ConfigError
 from vlm_stream.loader_options import LoaderOptions, parse_keywords
 from vlm_stream.options import RUN_ARGUMENTS
-from vlm_stream.recipe import normalise_sources
+from vlm_stream.recipe import SourceOptions, normalise_sources
 from vlm_stream.storage import local_path, scheme_of
-
-if TYPE_CHECKING:
-    from vlm_stream.recipe import SourceOptions
 
 logger = logging.getLogger(__name__)
 

@@ -5,23 +5,22 @@ Enters: the arguments of a loader, a rank, the file of a state. Leaves, by a con
 each other in training.
 """
 
-from __future__ import annotations
-
 import faulthandler
+import hashlib
 import os
+import pickle
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from vlm_stream.chaos.checker import digest_of
+import torch
+
+from vlm_stream.blueprint import BatchName, Planned
+from vlm_stream.build import Delivery
 from vlm_stream.errors import VlmStreamError
 from vlm_stream.loader import StreamLoader
 from vlm_stream.state import STATE_KEY
-
-if TYPE_CHECKING:
-    from vlm_stream.blueprint import BatchName, Planned
-    from vlm_stream.build import Delivery
 
 SampleName = tuple[str, str, str]
 """Source, shard and key."""
@@ -114,3 +113,26 @@ def _obey(connection: Any, loader: StreamLoader) -> bool:
             os.fsync(file.fileno())
         connection.send(Saved())
     return bool(answer == "go")
+
+
+def digest_of(batch: Any) -> str:
+    """Return what identifies the values of a batch; the names of its samples are left out."""
+    state = hashlib.blake2b(digest_size=16)
+    _feed(state, {key: value for key, value in batch.items() if key != "refs"})
+    return state.hexdigest()
+
+
+def _feed(state: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        state.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            state.update(str(key).encode())
+            _feed(state, value[key])
+    elif isinstance(value, list | tuple):
+        state.update(b"[%d]" % len(value))
+        for each in value:
+            _feed(state, each)
+    else:
+        state.update(pickle.dumps(value))

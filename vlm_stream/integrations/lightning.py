@@ -28,19 +28,18 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from vlm_stream.errors import ConfigError, StateError
 
 try:
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback, LightningModule, Trainer
 except ModuleNotFoundError as error:
     raise ConfigError(
         "Lightning is not installed, so its plug cannot be used; install it with: pip install 'vlm-stream[trainers]'"
     ) from error
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from torch import Tensor
-
+if TYPE_CHECKING:  # Lightning imports this file where nobody has a loader
     from vlm_stream.loader import StreamLoader
 
 __all__ = ["StreamCallback", "callbacks", "step_loss"]

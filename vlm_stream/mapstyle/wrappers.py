@@ -50,11 +50,11 @@ from vlm_stream.plan import Key, words
 logger = logging.getLogger(__name__)
 
 
-def replacement_index(index: int, attempt: int, count: int, *, seed: int = 0, purpose: str = "replace") -> int:
+def replacement_index(index: int, attempt: int, count: int, *, seed: int = 0) -> int:
     """Return another index than `index` of `range(count)`; the same one for the same arguments, always."""
     if count < 2:
         return index
-    word = words(Key(seed=seed, purpose=purpose, epoch=attempt, index=index), 1)[0]
+    word = words(Key(seed=seed, purpose="replace", epoch=attempt, index=index), 1)[0]
     return (index + 1 + int(word) % (count - 1)) % count
 
 

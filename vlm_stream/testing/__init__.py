@@ -13,50 +13,22 @@ Files, in the order the data meets them:
     conformance/          does a trainer train on exactly what our own loop would have given it?
     torchvision_shim.py   lets torchvision be imported beside a CPU build of torch
 
-Importing this room arranges for that shim (it acts only when torchvision is imported and would fail) and loads nothing
-else: names come in on first use.
+Importing this room arranges for that shim (it acts only when torchvision is imported and would fail), and loads neither
+torch nor transformers.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from vlm_stream.testing import torchvision_shim
-
-_HOMES = {
-    name: module
-    for module, names in {
-        "models": "MODEL_FAMILIES build_tiny_model",
-        "processors": "FAMILIES MORE_FAMILIES build_processor",
-        "toy_media": "make_grey_jpeg make_jpeg make_mp4 make_palette_png make_png_with_alpha make_toy_dataset "
-        "make_toy_image make_wav",
-    }.items()
-    for name in names.split()
-}
-
-__all__ = sorted(_HOMES)
-
-if TYPE_CHECKING:
-    from vlm_stream.testing.models import MODEL_FAMILIES, build_tiny_model
-    from vlm_stream.testing.processors import FAMILIES, MORE_FAMILIES, build_processor
-    from vlm_stream.testing.toy_media import (
-        make_grey_jpeg,
-        make_jpeg,
-        make_mp4,
-        make_palette_png,
-        make_png_with_alpha,
-        make_toy_dataset,
-        make_toy_image,
-        make_wav,
-    )
+from vlm_stream.testing.models import MODEL_FAMILIES, build_tiny_model
+from vlm_stream.testing.processors import FAMILIES, MORE_FAMILIES, build_processor
+from vlm_stream.testing.toy_media import (
+    make_grey_jpeg,
+    make_jpeg,
+    make_mp4,
+    make_palette_png,
+    make_png_with_alpha,
+    make_toy_dataset,
+    make_toy_image,
+    make_wav,
+)
 
 torchvision_shim.install()
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'vlm_stream.testing' has no attribute {name!r}")
-    return getattr(import_module(f"vlm_stream.testing.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__

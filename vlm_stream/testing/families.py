@@ -322,7 +322,6 @@ FAMILY_PARTS: Final = {
     "qwen3_omni_moe": _QWEN3_OMNI,
     "qwen3_vl": _QWEN3_VL,
     "smolvlm": _SMOLVLM,
-    "step3p7": _STEP3P7,
 }
 """Families by the names that transformers gives its folders: those whose tokens are counted by an exact rule."""
 
@@ -336,5 +335,6 @@ MORE_PARTS: Final = {
     "paligemma": _PALIGEMMA,
     "pixtral": _PIXTRAL,
     "qwen2_5_omni": _QWEN2_5_OMNI,
+    "step3p7": _STEP3P7,
 }
 """Others that stream too."""

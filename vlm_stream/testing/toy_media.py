@@ -162,12 +162,11 @@ class ClipSpec:
             raise ConfigError(f"A clip cannot be turned by {self.rotation} degrees: use 0, 90, 180 or 270.")
 
 
-def make_mp4(spec: ClipSpec | None = None, **fields: Any) -> bytes:
+def make_mp4(**fields: Any) -> bytes:
     """Return an mp4 with one h264 track. Frame `i` carries its number, see `read_frame_number`.
 
     Args:
-        spec: What to make; or give its fields as keywords.
-        **fields: Fields of `ClipSpec`.
+        **fields: Those of `ClipSpec`.
 
     Example:
         >>> make_mp4(num_frames=4, height=32, width=32)[4:8]
@@ -175,7 +174,7 @@ def make_mp4(spec: ClipSpec | None = None, **fields: Any) -> bytes:
     """
     import av
 
-    spec = ClipSpec(**fields) if spec is None else spec
+    spec = ClipSpec(**fields)
     rate = Fraction(spec.fps).limit_denominator(1001)
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
@@ -253,11 +252,11 @@ _WORDS: Final = (
     "right of two three seven people signs windows and but while slowly then again bright dark value total"
 )
 _SIDES: Final = (28, 56, 64, 96, 100, 127, 160, 224, 256, 320, 333, 448)
-_CLIPS: Final = (
-    ClipSpec(num_frames=2, height=48, width=64, fps=4.0),
-    ClipSpec(num_frames=12, height=64, width=96, fps=8.0, seed=1),
-    ClipSpec(num_frames=24, height=96, width=64, fps=12.5, seed=2, with_audio=True),
-    ClipSpec(num_frames=40, height=56, width=56, fps=10.0, seed=3, variable_rate=True),
+_CLIPS: Final[tuple[dict[str, Any], ...]] = (
+    {"num_frames": 2, "height": 48, "width": 64, "fps": 4.0},
+    {"num_frames": 12, "height": 64, "width": 96, "fps": 8.0, "seed": 1},
+    {"num_frames": 24, "height": 96, "width": 64, "fps": 12.5, "seed": 2, "with_audio": True},
+    {"num_frames": 40, "height": 56, "width": 56, "fps": 10.0, "seed": 3, "variable_rate": True},
 )
 _TAGS: Final = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
 
@@ -310,7 +309,7 @@ def make_toy_dataset(folder: str | Path, num_samples: int = 200, seed: int = 0) 
     (folder / "media").mkdir(parents=True, exist_ok=True)
     toys = _Toys(folder, np.random.default_rng(seed))
     for number, clip in enumerate(_CLIPS):
-        (folder / "media" / f"clip-{number}.mp4").write_bytes(make_mp4(clip))
+        (folder / "media" / f"clip-{number}.mp4").write_bytes(make_mp4(**clip))
     num_clips = max(1, num_samples // 8)
     num_captions = max(1, num_samples // 2)
     num_dialogues = max(1, num_samples - num_captions - num_clips)

@@ -9,40 +9,48 @@ families that write about frames or crops, the frame rule may not (that of keyfr
 `FrameText`). Imports numpy; must not import torch or transformers.
 
 Files, in the order the data meets them:
-    media.py        sizes of media, of one sample and as columns; which frames are sampled; `check_media_sizes`
-    steps.py        places of keyframes in few numbers
+    media.py        sizes of media, of one sample and as columns; keyframes in few numbers; which frames are sampled
     rules/          one class per kind of rule
     chat.py         how a processor is used: its tokenizer, its template, its arguments, its parts
     asker.py        asks a processor with blank media, for families without a rule
     measure.py      what it answered, kept
-    geometry.py     `Geometry`: the rules of one processor, as a value; `count_tokens`, `fake_image_tokens`
+    geometry.py     `Geometry`: the rules of one processor, as a value; `check_media_sizes`, `count_tokens`
     families.py     processor -> geometry
     media_text.py   what families write around media
     text.py         exact text counts
 """
 
 from vlm_stream.keys import FAKE_IMAGE_SIZE
-from vlm_stream.tokens.asker import media_of, template_digest
-from vlm_stream.tokens.chat import audio_rate, call_arguments, render_template, template_of, tokenizer_of
-from vlm_stream.tokens.families import Processor, read_family
+from vlm_stream.tokens.asker import template_digest
+from vlm_stream.tokens.chat import (
+    METADATA_READERS,
+    Processor,
+    audio_rate,
+    call_arguments,
+    media_of,
+    render_template,
+    template_of,
+    tokenizer_of,
+)
+from vlm_stream.tokens.families import read_family
 from vlm_stream.tokens.geometry import (
     Geometry,
     Resized,
     TokenColumns,
+    check_media_sizes,
     count_image_tokens,
     count_tokens,
     fake_image_tokens,
     repeats_one_token,
 )
 from vlm_stream.tokens.media import (
-    METADATA_READERS,
     AudioSize,
     FrameRule,
     ImageSize,
     MediaColumns,
     MediaSizes,
     VideoSize,
-    check_media_sizes,
+    as_objects,
     choose_keyframes,
     count_decoded,
     count_frames,
@@ -50,8 +58,9 @@ from vlm_stream.tokens.media import (
     frame_indices,
     make_columns,
     make_video_metadata,
+    pack_steps,
+    unpack_steps,
 )
 from vlm_stream.tokens.rules.audio import resample_length
 from vlm_stream.tokens.rules.grids import smart_resize_image, smart_resize_video
-from vlm_stream.tokens.steps import as_objects, pack_steps, unpack_steps
 from vlm_stream.tokens.text import CHARACTERS_PER_TOKEN, FrameText, TextCounter, guess_text_tokens

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from vlm_stream.tokens.chat import audio_rate, call_arguments, render_template, special_tokens, tokenizer_of
+from vlm_stream.tokens.chat import PARTS, audio_rate, call_arguments, render_template, special_tokens, tokenizer_of
 from vlm_stream.tokens.media import FrameRule, MediaSizes, make_video_metadata, sample_clip
 from vlm_stream.tokens.rules.audio import resample_length
 
@@ -28,7 +28,6 @@ _PROBES: Final[dict[str, tuple[tuple[int, ...], ...]]] = {
 }
 """Sizes by which it is found out how a processor takes a medium."""
 _CLIP_FPS: Final = 2.0
-_PARTS: Final = ("image_processor", "video_processor", "feature_extractor", "audio_processor")
 _PROBE_TEXT: Final = (
     "The quick brown foxes' 1,024 jumps — 3.14e-9 m/s; naïve façade, Straße, \u4f60\u597d\u4e16\u754c, "
     "\u043f\u0440\u0438\u0432\u0435\u0442, \u0645\u0631\u062d\u0628\u0627, \U0001f600\n\n"
@@ -173,16 +172,11 @@ class Asker:
         return patches, max(piece, 1)
 
 
-def media_of(processor: Any) -> list[str]:
-    """Return the media that the processor has a part for."""
-    parts = {"image": _PARTS[:1], "video": _PARTS[1:2], "audio": _PARTS[2:]}
-    return [kind for kind, names in parts.items() if any(getattr(processor, n, None) is not None for n in names)]
-
-
 def describe(processor: Any) -> list[Any]:
     """Return everything that decides answers, as JSON data that is the same in every process."""
     library = getattr(sys.modules.get("transformers"), "__version__", "")
-    parts = {name: part for name in _PARTS if (part := getattr(processor, name, None)) is not None}
+    names = [name for each in PARTS.values() for name in each]
+    parts = {name: part for name in names if (part := getattr(processor, name, None)) is not None}
     own = {key: _plain(value) for key, value in vars(processor).items() if key not in (*parts, "tokenizer")}
     described = {name: [type(part).__name__, _plain(_values(part))] for name, part in parts.items()}
     return [type(processor).__name__, library, template_digest(processor), own, described]

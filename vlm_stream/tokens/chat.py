@@ -1,15 +1,32 @@
 """How a processor is used: its tokenizer, its chat template, its arguments, and the settings of its parts."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from vlm_stream.conversation import Conversation
 from vlm_stream.errors import ConfigError
-from vlm_stream.tokens.media import METADATA_READERS
 
 _FLAT_IMAGES: Final = frozenset({"GotOcr2Processor"})
 """Processors to which a list of lists means pages of one document."""
-_AUDIO_PARTS: Final = ("audio_processor", "feature_extractor")
+METADATA_READERS: Final = frozenset({"Cosmos3EdgeProcessor", "MuseGlimmerProcessor", "MuseSparkProcessor"})
+"""Processors that read a clip's metadata back from their video part, and do not ask it to return them."""
+PARTS: Final = {
+    "image": ("image_processor",),
+    "video": ("video_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+}
+"""What processors call their part for a medium."""
+_KEYWORDS: Final = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
+
+
+class Processor(Protocol):
+    """What is asked of every transformers processor, and of a bare tokenizer in its place."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the batch of texts and media."""
+
+    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the text, or the batch, of a conversation."""
 
 
 def tokenizer_of(processor: Any) -> Any:
@@ -38,9 +55,14 @@ def render_template(processor: Any, conversation: Conversation) -> str:
     return str(text[0] if isinstance(text, list) else text)
 
 
+def media_of(processor: Any) -> list[str]:
+    """Return the media that the processor has a part for."""
+    return [kind for kind, names in PARTS.items() if any(getattr(processor, name, None) is not None for name in names)]
+
+
 def audio_rate(processor: Any) -> int:
     """Return the samples per second that the processor takes."""
-    parts = (getattr(processor, name, None) for name in _AUDIO_PARTS)
+    parts = (getattr(processor, name, None) for name in PARTS["audio"])
     rate = next((rate for part in parts if (rate := getattr(part, "sampling_rate", None))), None)
     return int(rate or getattr(processor, "audio_sampling_rate", None) or 16000)
 
@@ -80,12 +102,13 @@ def call_arguments(
 class Part:
     """One part of a processor, seen as its processor will call it: class-wide defaults win over the part's config."""
 
-    def __init__(self, processor: Any, names: tuple[str, ...], modality: str) -> None:
+    def __init__(self, processor: Any, medium: str) -> None:
+        names = PARTS[medium]
         found = [(name, part) for name in names if (part := getattr(processor, name, None)) is not None]
         self.exists = bool(found)
         self._part: Any = found[0][1] if found else None
         declared = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", None) or {}
-        self._overrides = declared.get(modality, {})
+        self._overrides = declared.get(_KEYWORDS[medium], {})
         self._owner = f"{type(processor).__name__}.{found[0][0] if found else names[0]}"
 
     def read(self, name: str, default: Any = None) -> Any:

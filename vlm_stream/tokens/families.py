@@ -7,11 +7,12 @@ where a processor class overrides what its parts say. Classes are known by name,
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from vlm_stream.tokens.chat import Part
+from vlm_stream.tokens.chat import PARTS, Part, Processor
 from vlm_stream.tokens.geometry import Geometry
-from vlm_stream.tokens.measure import ask
+from vlm_stream.tokens.measure import COMMON_RULES, ask
 from vlm_stream.tokens.media import FrameRule
 from vlm_stream.tokens.rules import audio, budgets, grids, pieces
 
@@ -21,16 +22,6 @@ _VIT_PATCH: Final = 14  # pixels along a patch of the towers whose processors do
 _NAMED_CROPS: Final = 6  # rows and columns of crops for which tokenizers of SmolVLM and Idefics3 have tokens
 _DEFAULT_FPS: Final = 2.0
 """Processors without a rate of their own would take every frame of a file: 10 s of 720p would be 108,029 tokens."""
-
-
-class Processor(Protocol):
-    """What is asked of every transformers processor, and of a bare tokenizer in its place."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batch of texts and media."""
-
-    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the text, or the batch, of a conversation."""
 
 
 Reader: TypeAlias = Callable[[Any, Part], Any]
@@ -43,14 +34,10 @@ class _Family(NamedTuple):
     image: Reader | None = None
     video: Reader | None = None
     audio: Reader | None = None
-    temporal: Callable[[Any, Part], int] = lambda _, __: 1
+    temporal: Callable[[Any, Part], int] = lambda _, part: int(part.read("temporal_patch_size", 1))
     """Frames that become one layer of tokens."""
     max_frames: Callable[[Part], int | None] = lambda _: None
     """The most frames that its own sampler takes, where that is not `max_frames`."""
-
-
-def _layer(_: Any, part: Part) -> int:
-    return part.whole("temporal_patch_size")
 
 
 def _read_video_grid(rule: type[grids.FrameGrid | grids.ClipGrid]) -> Reader:
@@ -62,25 +49,26 @@ def _read_whisper(_: Any, part: Part) -> audio.WindowedMel:
     return audio.WindowedMel(**part.rate(), hop_length=int(part.read("hop_length", 160)), window_frames=window)
 
 
-def _read_navit(rule: type[budgets.NavitImage | budgets.NavitVideo]) -> Reader:
-    def read(_: Any, part: Part) -> budgets.NavitImage | budgets.NavitVideo:
-        layer = part.ints("temporal_patch_size") if rule is budgets.NavitVideo else {}
-        return rule(
-            **part.ints("patch_size", "merge_size", "max_patches"),
-            **layer,
-            max_side_patches=part.read_size("max_height"),
-        )
-
-    return read
+def _read_navit(_: Any, part: Part) -> budgets.Navit:
+    return budgets.Navit(
+        **part.ints("patch_size", "merge_size", "max_patches"),
+        max_side_patches=part.read_size("max_height"),
+    )
 
 
-def _read_gemma3_image(processor: Any, part: Part) -> pieces.FixedImage:
-    crops: dict[str, Any] = {}
-    if part.read("do_pan_and_scan"):
-        crops |= part.ints(max_crops="pan_and_scan_max_num_crops", min_crop_size="pan_and_scan_min_crop_size")
-        crops["min_ratio"] = float(part.read("pan_and_scan_min_ratio_to_activate"))
+def _read_navit_video(processor: Any, part: Part) -> budgets.Navit:
+    return replace(_read_navit(processor, part), temporal_patch_size=part.whole("temporal_patch_size"))
+
+
+def _read_siglip(processor: Any, part: Part) -> pieces.FixedFrames:
     patches = (part.read_size("height") // _VIT_PATCH) * (part.read_size("width") // _VIT_PATCH)
-    return pieces.FixedImage(tokens_per_view=int(processor.image_seq_length), patches_per_view=patches, **crops)
+    return pieces.FixedFrames(tokens_per_frame=int(processor.image_seq_length), patches_per_frame=patches)
+
+
+def _read_gemma3_image(processor: Any, part: Part) -> pieces.FixedFrames:
+    if part.read("do_pan_and_scan"):  # its class says no, whatever the config of the part says
+        raise TypeError("it adds crops to images")
+    return _read_siglip(processor, part)
 
 
 def _read_soft_budget(_: Any, part: Part) -> budgets.SoftBudget:
@@ -101,7 +89,7 @@ def _read_internvl_image(processor: Any, part: Part) -> pieces.TileGrid:
 
 
 def _read_internvl_video(processor: Any, _: Part) -> pieces.FixedFrames:
-    patches = (_image_part(processor).read_size("height") // _VIT_PATCH) ** 2
+    patches = (Part(processor, "image").read_size("height") // _VIT_PATCH) ** 2
     return pieces.FixedFrames(tokens_per_frame=int(processor.image_seq_length), patches_per_frame=patches)
 
 
@@ -142,11 +130,10 @@ def _read_llama4(processor: Any, part: Part) -> pieces.CanvasTiles:
     )
 
 
-def _read_paligemma(processor: Any, part: Part) -> pieces.FixedImage:
+def _read_paligemma(processor: Any, part: Part) -> pieces.FixedFrames:
     if processor.image_token != "<image>":  # noqa: S105 - not a password
         raise TypeError("it puts images before all text, because its image token is not '<image>'")
-    patches = (part.read_size("height") // _VIT_PATCH) * (part.read_size("width") // _VIT_PATCH)
-    return pieces.FixedImage(tokens_per_view=int(processor.image_seq_length), patches_per_view=patches)
+    return _read_siglip(processor, part)
 
 
 def _read_pooled_frames(processor: Any, _: Part) -> pieces.FixedFrames:
@@ -157,7 +144,7 @@ def _read_pooled_frames(processor: Any, _: Part) -> pieces.FixedFrames:
 
 def _smolvlm_crop(processor: Any) -> dict[str, int]:
     """Return tokens and patches of a crop, which is also what a frame is."""
-    crop, tokens = int(_image_part(processor).read("max_image_size")["longest_edge"]), int(processor.image_seq_len)
+    crop, tokens = int(Part(processor, "image").read("max_image_size")["longest_edge"]), int(processor.image_seq_len)
     return {"crop": crop, "tokens": tokens, "patches": tokens * max(1, round((crop / _VIT_PATCH) ** 2 / tokens))}
 
 
@@ -177,19 +164,6 @@ def _read_row_crops(processor: Any, part: Part) -> pieces.RowCrops:
 def _read_smolvlm_video(processor: Any, _: Part) -> pieces.FixedFrames:
     crop = _smolvlm_crop(processor)
     return pieces.FixedFrames(tokens_per_frame=crop["tokens"], patches_per_frame=crop["patches"])
-
-
-def _read_step3p7(processor: Any, part: Part) -> pieces.WindowCrops:
-    view, window, patch = part.read_size("height"), part.whole("patch_size"), part.whole("vision_patch_size")
-    return pieces.WindowCrops(
-        view_size=view,
-        window_size=window,
-        largest_side=part.whole("max_image_size"),
-        tokens_per_view=int(processor.num_image_feature_size),
-        tokens_per_window=int(processor.num_patch_feature_size),
-        patches_per_view=(view // patch) ** 2,
-        patches_per_window=(window // patch) ** 2,
-    )
 
 
 def _read_phi4_image(_: Any, part: Part) -> pieces.PaddedTiles:
@@ -237,13 +211,13 @@ def _read_pixtral(processor: Any, part: Part) -> pieces.RowGrid:
     )
 
 
-def _read_gemma3n_image(processor: Any, _: Part) -> pieces.FixedImage:
+def _read_gemma3n_image(processor: Any, _: Part) -> pieces.FixedFrames:
     tokens = int(processor.image_seq_length)
-    return pieces.FixedImage(tokens_per_view=tokens, patches_per_view=tokens)
+    return pieces.FixedFrames(tokens_per_frame=tokens, patches_per_frame=tokens)
 
 
 _QWEN_IMAGE: Final[Reader] = lambda _, part: grids.PatchGrid(**part.grid())  # noqa: E731
-_QWEN2: Final = _Family("qwen2_vl", _QWEN_IMAGE, _read_video_grid(grids.FrameGrid), temporal=_layer)
+_QWEN2: Final = _Family("qwen2_vl", _QWEN_IMAGE, _read_video_grid(grids.FrameGrid))
 _GEMMA4: Final = _Family(
     "gemma4",
     _read_soft_budget,
@@ -251,7 +225,7 @@ _GEMMA4: Final = _Family(
     lambda _, part: audio.ConvolvedMel(**part.rate(), **part.ints("hop_length", "frame_length")),
     max_frames=lambda part: int(part.read("num_frames", 32)),
 )
-_KIMI: Final = _Family("kimi_k25", _read_navit(budgets.NavitImage), _read_navit(budgets.NavitVideo), temporal=_layer)
+_KIMI: Final = _Family("kimi_k25", _read_navit, _read_navit_video)
 _FAMILIES: Final[dict[str, _Family]] = {
     "Gemma3Processor": _Family("gemma3", _read_gemma3_image),
     "Gemma3nProcessor": _Family(
@@ -268,9 +242,8 @@ _FAMILIES: Final[dict[str, _Family]] = {
     ),
     "Glm46VProcessor": _Family(
         "glm46v",
-        lambda _, part: grids.ClipGridImage(**part.grid(), **part.ints("temporal_patch_size")),
+        lambda _, part: grids.ClipGrid(**part.grid(), **part.ints("temporal_patch_size")),
         _read_video_grid(grids.ClipGrid),
-        temporal=_layer,
         max_frames=lambda _: 640,
     ),
     "Idefics3Processor": _Family("idefics3", _read_row_crops),
@@ -288,7 +261,9 @@ _FAMILIES: Final[dict[str, _Family]] = {
         temporal=lambda processor, _: int(processor.video_temporal_patch_dim),
     ),
     # An encoder reads the page; the one token stands for a placeholder that its text does not have.
-    "NemotronParseProcessor": _Family("nemotron_parse", lambda *_: pieces.FixedImage(tokens_per_view=1)),
+    "NemotronParseProcessor": _Family(
+        "nemotron_parse", lambda *_: pieces.FixedFrames(tokens_per_frame=1, patches_per_frame=4096)
+    ),
     "PaliGemmaProcessor": _Family("paligemma", _read_paligemma),
     "Phi4MultimodalProcessor": _Family("phi4_multimodal", _read_phi4_image, audio=_read_phi4_audio),
     "PixtralProcessor": _Family("pixtral", _read_pixtral),
@@ -299,11 +274,10 @@ _FAMILIES: Final[dict[str, _Family]] = {
     ),
     "Qwen2_5_VLProcessor": _QWEN2._replace(name="qwen2_5_vl"),
     "Qwen3OmniMoeProcessor": _QWEN2._replace(name="qwen3_omni_moe", audio=_read_whisper),
-    "Qwen3VLProcessor": _Family("qwen3_vl", _QWEN_IMAGE, _read_video_grid(grids.ClipGrid), temporal=_layer),
+    "Qwen3VLProcessor": _Family("qwen3_vl", _QWEN_IMAGE, _read_video_grid(grids.ClipGrid)),
     "SmolVLMProcessor": _Family(
         "smolvlm", _read_row_crops, _read_smolvlm_video, max_frames=lambda part: int(part.read("num_frames", 64))
     ),
-    "Step3p7Processor": _Family("step3p7", _read_step3p7),
 }
 
 
@@ -317,10 +291,6 @@ def read_family(processor: Processor) -> str:
     if found is not None:
         return found.name
     return "unknown" if hasattr(processor, "tokenizer") else "text"
-
-
-def _image_part(processor: Any) -> Part:
-    return Part(processor, ("image_processor",), "images_kwargs")
 
 
 def _read_frame_rule(part: Part, temporal_patch_size: int, max_frames: int | None = None) -> FrameRule:
@@ -339,11 +309,7 @@ def read_geometry(processor: Processor) -> Geometry:
     if read_family(processor) == "text":
         return Geometry(family="text")
     family, name = _find_family(processor), type(processor).__name__
-    parts = {
-        "image": _image_part(processor),
-        "video": Part(processor, ("video_processor",), "videos_kwargs"),
-        "audio": Part(processor, ("feature_extractor", "audio_processor"), "audio_kwargs"),
-    }
+    parts = {medium: Part(processor, medium) for medium in PARTS}
     video = parts["video"]
     if family is not None:
         try:
@@ -356,7 +322,7 @@ def read_geometry(processor: Processor) -> Geometry:
         except (AttributeError, KeyError, TypeError) as error:
             _log.warning("%s has another config than its family (%s), so its media are measured.", name, error)
     asker, measured = ask(processor)
-    common = {medium: rule for medium, rule in Geometry.unknown().rules().items() if parts[medium].exists}
+    common = {medium: rule for medium, rule in COMMON_RULES.items() if parts[medium].exists}
     layer, most = video.read("temporal_patch_size", 1), video.read("num_frames")
     frames = _read_frame_rule(video, int(layer), int(most) if most else None) if video.exists else FrameRule()
     return Geometry(family=name, **{**common, **measured}, frames=frames, is_exact=asker is not None)

@@ -1,4 +1,4 @@
-"""`Geometry`: how one processor turns media sizes into tokens; and counting by it.
+"""`Geometry`: how one processor turns media sizes into tokens; and counting by it, and what it refuses.
 
 A geometry is a frozen value that travels as JSON and has a digest. Enters a processor (an object; transformers is never
 imported here) or JSON; leaves rules for images, videos, audio and the sampling of frames. With it, index columns become
@@ -16,15 +16,16 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from vlm_stream.errors import ConfigError, nearest_name
+from vlm_stream.errors import BadSampleError, ConfigError, nearest_name
 from vlm_stream.keys import FAKE_IMAGE_SIZE
-from vlm_stream.tokens.measure import Measured, remember
-from vlm_stream.tokens.media import FrameRule, MediaColumns, count_shown
+from vlm_stream.tokens.chat import Processor
+from vlm_stream.tokens.measure import COMMON_RULES, Measured
+from vlm_stream.tokens.media import FrameRule, ImageSize, MediaColumns, MediaSizes, VideoSize, count_shown
 from vlm_stream.tokens.rules import (
     AudioRule,
     Floats,
@@ -38,9 +39,6 @@ from vlm_stream.tokens.rules import (
     pieces,
 )
 
-if TYPE_CHECKING:
-    from vlm_stream.tokens.families import Processor
-
 _VERSION = 1
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _RULES: Final[dict[str, type[Any]]] = {
@@ -52,11 +50,12 @@ _RULES: Final[dict[str, type[Any]]] = {
 """Rules by name: how they travel as JSON."""
 
 
+_WAY_OUT: Final = "A dataset of another version is counted again with: vlm-stream recount --processor ..."
 _ONE_TOKEN: Final = (
     budgets.BudgetedImage,
-    budgets.NavitImage,
+    budgets.Navit,
     budgets.SoftBudget,
-    grids.ClipGridImage,
+    grids.ClipGrid,
     grids.PatchGrid,
     pieces.AnyresImage,
     pieces.TileGrid,
@@ -116,13 +115,7 @@ class Geometry:
     @classmethod
     def unknown(cls) -> Geometry:
         """Return estimates where no processor is known: the rules of the most common families."""
-        return cls(
-            family="unknown",
-            image=grids.PatchGrid(),
-            video=grids.FrameGrid(),
-            audio=audio.WindowedMel(),
-            is_exact=False,
-        )
+        return cls(family="unknown", **COMMON_RULES, is_exact=False)
 
     @property
     def is_measured(self) -> bool:
@@ -135,7 +128,9 @@ class Geometry:
 
     def remember_in(self, folders: Iterable[Path]) -> None:
         """Keep what is measured in the first of these folders that can be written to; read it from all of them."""
-        remember(self.rules().values(), folders)
+        places = list(folders)
+        for rule in {rule for rule in self.rules().values() if isinstance(rule, Measured)}:
+            rule.remember_in(places)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -205,14 +200,14 @@ def _rule_from_json(value: dict[str, Any] | None) -> Any:
     if name not in _RULES:
         raise ConfigError(
             f"The counting rule {name!r} is not known to this version, so its tokens cannot be counted: "
-            f"{nearest_name(name, _RULES)}"
+            f"{nearest_name(name, _RULES)} {_WAY_OUT}"
         )
     known = {field.name for field in fields(_RULES[name])}
     unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigError(
             f"The counting rule {name} has no field {unknown[0]!r} in this version, so its tokens cannot be counted: "
-            f"{nearest_name(unknown[0], known)}"
+            f"{nearest_name(unknown[0], known)} {_WAY_OUT}"
         )
     return _RULES[name](**{key: _freeze(option) for key, option in options.items()})
 
@@ -222,8 +217,45 @@ def _freeze(value: Any) -> Any:
     return tuple(_freeze(part) for part in value) if isinstance(value, list) else value
 
 
-_COMMON: Final = Geometry.unknown()
-"""For media that a processor does not read: `check_media_sizes` rejects them where that is wanted."""
+def check_media_sizes(sizes: MediaSizes, geometry: Geometry) -> None:
+    """Raise `BadSampleError` if the processor would refuse one of a sample's media.
+
+    Without a known processor the common limits hold: no empty media, no sides further apart than 200 to 1. The reasons
+    are "empty_medium", "extreme_shape" and "unsupported_medium".
+    """
+    kinds: tuple[tuple[str, tuple[ImageSize | VideoSize, ...], Any], ...] = (
+        ("image", sizes.images, geometry.image),
+        ("video", sizes.videos, geometry.video),
+    )
+    for kind, media, rule in kinds:
+        for number, medium in enumerate(media):
+            name = f"The {kind} number {number + 1}"
+            if min(medium.height, medium.width) < 1:
+                raise BadSampleError(
+                    "convert", "empty_medium", f"{name} has {medium.height}x{medium.width} pixels and cannot be used."
+                )
+            if rule is None:
+                _refuse_kind(name, geometry)
+            elif problem := rule.find_problem(medium.height, medium.width):
+                who = "many processors refuse" if geometry.family == "unknown" else f"{geometry.family} refuses"
+                detail = f"{name} cannot be used: {problem}, which {who}. Crop or pad it before conversion."
+                raise BadSampleError("convert", "extreme_shape", detail)
+    for number, sound in enumerate(sizes.audios):
+        name = f"The audio number {number + 1}"
+        if sound.samples < 1 or sound.rate < 1:
+            detail = f"{name} has {sound.samples} samples at {sound.rate} Hz and cannot be used."
+            raise BadSampleError("convert", "empty_medium", detail)
+        if geometry.audio is None:
+            _refuse_kind(name, geometry)
+
+
+def _refuse_kind(name: str, geometry: Geometry) -> None:
+    raise BadSampleError(
+        "convert",
+        "unsupported_medium",
+        f"{name} cannot be used: the {geometry.family} processor reads no such medium. "
+        "Convert for another processor, or leave such samples out.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -264,7 +296,7 @@ def count_tokens(columns: MediaColumns, geometry: Geometry) -> TokenColumns:
 
 def count_image_tokens(heights: Sequence[int], widths: Sequence[int], geometry: Geometry) -> list[int]:
     """Return the embeddings of each image of one sample."""
-    rule: Any = geometry.image or _COMMON.image
+    rule = _rule(geometry, "image")
     siblings = np.full(len(heights), len(heights), np.int64)
     counts: MediaCounts = rule.count_images(np.asarray(heights, np.int64), np.asarray(widths, np.int64), siblings)
     return [int(number) for number in counts.tokens]
@@ -280,11 +312,16 @@ def fake_image_tokens(geometry: Geometry) -> int:
     return count_image_tokens([height], [width], geometry)[0]
 
 
+def _rule(geometry: Geometry, medium: str) -> Any:
+    """Return how a medium is counted, also one that the processor does not read: `check_media_sizes` refuses that."""
+    return geometry.rules()[medium] or COMMON_RULES[medium]
+
+
 def _count_images(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
     per_row = np.diff(columns.image_splits)
     siblings = np.repeat(per_row, per_row)  # [images]
     heights, widths = columns.image_sizes.T
-    rule: Any = geometry.image or _COMMON.image
+    rule = _rule(geometry, "image")
     counts: MediaCounts = rule.count_images(heights, widths, siblings)
     return counts
 
@@ -292,13 +329,13 @@ def _count_images(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
 def _count_videos(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
     _, heights, widths = columns.video_sizes.T
     frames = count_shown(columns, geometry.frames)
-    rule: Any = geometry.video or _COMMON.video
+    rule = _rule(geometry, "video")
     counts: MediaCounts = rule.count_videos(frames, heights, widths)
     return counts
 
 
 def _count_audios(columns: MediaColumns, geometry: Geometry) -> MediaCounts:
-    rule: Any = geometry.audio or _COMMON.audio
+    rule = _rule(geometry, "audio")
     samples, rates = columns.audio_sizes.T
     samples = audio.resample_length(samples, rates, rule.sampling_rate)
     per_row = np.diff(columns.audio_splits)

@@ -5,7 +5,7 @@
 
 The second line makes lengths exact whatever a processor writes, and wherever: what depends on neighbours, on timestamps
 or on where text merges counts as text. An answer is a function of the processor and the size alone, so ranks, resumes
-and later runs agree; answers are kept in memory and, once `remember` names folders, in a file.
+and later runs agree; answers are kept in memory and, once `remember_in` names folders, in a file.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from typing import Any, Final
 import numpy as np
 
 from vlm_stream.errors import ConfigError
-from vlm_stream.tokens.asker import Asker, Count, describe, first_line, media_of
-from vlm_stream.tokens.chat import audio_rate
+from vlm_stream.tokens.asker import Asker, Count, describe, first_line
+from vlm_stream.tokens.chat import audio_rate, media_of
 from vlm_stream.tokens.rules import Ints, MediaCounts, TakesAnySize
 from vlm_stream.tokens.rules.audio import WindowedMel
 from vlm_stream.tokens.rules.grids import FrameGrid, PatchGrid
@@ -36,6 +36,8 @@ _VERSION: Final = 1
 _SIDE_BITS: Final = 20
 _PROGRESS_S: Final = 10.0
 _ARTICLES: Final = {"image": "an image", "video": "a video", "audio": "a sound"}
+COMMON_RULES: Final[dict[str, Any]] = {"image": PatchGrid(), "video": FrameGrid(), "audio": WindowedMel()}
+"""Of the most common families: for media of which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,10 @@ class Measured(TakesAnySize):
 
     def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:  # noqa: ARG002
         return _table(self.asked).count("audio", samples)
+
+    def remember_in(self, folders: Iterable[Path]) -> None:
+        """Read answers from files in these folders, and write new ones to the first that can be written to."""
+        _table(self.asked).remember_in(folders)
 
 
 class _Table:
@@ -125,7 +131,8 @@ class _Table:
             return Count(-1, 0, 0)
 
     def _fill(self, medium: str, counts: MediaCounts, columns: Sequence[Ints]) -> MediaCounts:
-        common = _count_by_common_rule(medium, columns)
+        sizes = (*columns, *columns) if medium == "audio" else columns  # each sound is the longest of its sample
+        common: MediaCounts = getattr(COMMON_RULES[medium], f"count_{medium}s")(*sizes)
         is_refused = counts.tokens < 0
         return MediaCounts(
             np.where(is_refused, common.tokens, counts.tokens),
@@ -218,18 +225,3 @@ def _can_be_asked(asker: Asker, medium: str) -> bool:
         )
         return False
     return True
-
-
-def remember(rules: Iterable[Any], folders: Iterable[Path]) -> None:
-    """Read answers from files in these folders, and write new ones to the first that can be written to."""
-    places = list(folders)
-    for asked in {rule.asked for rule in rules if isinstance(rule, Measured)}:
-        _table(asked).remember_in(places)
-
-
-def _count_by_common_rule(medium: str, columns: Sequence[Ints]) -> MediaCounts:
-    if medium == "image":
-        return PatchGrid().count_images(*columns)
-    return (
-        FrameGrid().count_videos(*columns) if medium == "video" else WindowedMel().count_audios(columns[0], columns[0])
-    )

@@ -12,19 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Final
+from operator import mul
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vlm_stream.errors import BadSampleError, ConfigError
-from vlm_stream.tokens.steps import as_objects, pack_steps
-
-if TYPE_CHECKING:
-    from vlm_stream.tokens.geometry import Geometry
-
-METADATA_READERS: Final = frozenset({"Cosmos3EdgeProcessor", "MuseGlimmerProcessor", "MuseSparkProcessor"})
-"""Processors that read a clip's metadata back from their video part, and do not ask it to return them."""
+from vlm_stream.errors import BadSampleError, ConfigError, DatasetError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,47 +120,6 @@ class MediaColumns:
         return [(name, each) for name, each in values if each is not None]
 
 
-def check_media_sizes(sizes: MediaSizes, geometry: Geometry) -> None:
-    """Raise `BadSampleError` if the processor would refuse one of a sample's media.
-
-    Without a known processor the common limits hold: no empty media, no sides further apart than 200 to 1. The reasons
-    are "empty_medium", "extreme_shape" and "unsupported_medium".
-    """
-    kinds: tuple[tuple[str, tuple[ImageSize | VideoSize, ...], Any], ...] = (
-        ("image", sizes.images, geometry.image),
-        ("video", sizes.videos, geometry.video),
-    )
-    for kind, media, rule in kinds:
-        for number, medium in enumerate(media):
-            name = f"The {kind} number {number + 1}"
-            if min(medium.height, medium.width) < 1:
-                raise BadSampleError(
-                    "convert", "empty_medium", f"{name} has {medium.height}x{medium.width} pixels and cannot be used."
-                )
-            if rule is None:
-                _refuse_kind(name, geometry)
-            elif problem := rule.find_problem(medium.height, medium.width):
-                who = "many processors refuse" if geometry.family == "unknown" else f"{geometry.family} refuses"
-                detail = f"{name} cannot be used: {problem}, which {who}. Crop or pad it before conversion."
-                raise BadSampleError("convert", "extreme_shape", detail)
-    for number, sound in enumerate(sizes.audios):
-        name = f"The audio number {number + 1}"
-        if sound.samples < 1 or sound.rate < 1:
-            detail = f"{name} has {sound.samples} samples at {sound.rate} Hz and cannot be used."
-            raise BadSampleError("convert", "empty_medium", detail)
-        if geometry.audio is None:
-            _refuse_kind(name, geometry)
-
-
-def _refuse_kind(name: str, geometry: Geometry) -> None:
-    raise BadSampleError(
-        "convert",
-        "unsupported_medium",
-        f"{name} cannot be used: the {geometry.family} processor reads no such medium. "
-        "Convert for another processor, or leave such samples out.",
-    )
-
-
 def make_columns(sizes: Sequence[MediaSizes], text_tokens: Sequence[int]) -> MediaColumns:
     """Return the columns that an index of these samples would have (for few samples; an index has its own reader).
 
@@ -193,6 +146,44 @@ def make_columns(sizes: Sequence[MediaSizes], text_tokens: Sequence[int]) -> Med
         audio_splits=splits([len(sample.audios) for sample in sizes]),
         audio_sizes=np.asarray(audios, np.int64).reshape(-1, 2),
     )
+
+
+def pack_steps(places: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Return ascending numbers as the first of them, then pairs: a step, and how many times it is taken.
+
+    >>> pack_steps([0, 50, 100, 150, 160]).tolist()
+    [0, 50, 3, 10, 1]
+    """
+    steps = np.diff(np.asarray(places, np.int64))
+    begins = np.flatnonzero(np.diff(steps, prepend=0))
+    times = np.diff(begins, append=len(steps))
+    pairs = np.stack([steps[begins], times], axis=1).ravel()
+    return np.concatenate([np.asarray(places[:1], np.int64), pairs]).astype(np.int32)
+
+
+def unpack_steps(packed: npt.NDArray[np.int32], total: int) -> list[int]:
+    """Return the numbers that `pack_steps` was given.
+
+    Raises:
+        DatasetError: They are not ascending numbers below the total.
+    """
+    first, steps, times = (packed[at].astype(np.int64) for at in (slice(1), slice(1, None, 2), slice(2, None, 2)))
+    is_right = len(steps) == len(times) and not (first < 0).any() and min([*steps, *times, 1]) > 0
+    if not is_right or sum(first.tolist()) + sum(map(mul, steps.tolist(), times.tolist())) >= max(total, 1):
+        raise DatasetError(
+            f"an index tells of keyframes that a clip of {total} frames cannot have: it was damaged or made by "
+            f"something else. Write it again with: vlm-stream index"
+        )
+    places: list[int] = np.cumsum(np.concatenate([first, np.repeat(steps, times)])).tolist()
+    return places
+
+
+def as_objects(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.object_]:
+    """Return arrays of several lengths as an array of arrays."""
+    found = np.empty(len(arrays), object)
+    for place, array in enumerate(arrays):
+        found[place] = array
+    return found
 
 
 ASSUMED_FPS = 24.0  # what the processors write timestamps with when a clip does not tell its rate

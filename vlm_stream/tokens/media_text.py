@@ -22,7 +22,7 @@ from vlm_stream.tokens.media import (
     VideoSize,
     sample_clip,
 )
-from vlm_stream.tokens.rules.pieces import CanvasTiles, FixedImage, RowCrops, WindowCrops
+from vlm_stream.tokens.rules.pieces import CanvasTiles, RowCrops
 
 
 class Scene(NamedTuple):
@@ -60,19 +60,13 @@ def _between(before: str, token: str, after: str) -> Callable[[Any, Any, Scene],
     return write
 
 
-def _write_gemma3_image(processor: Any, size: ImageSize, scene: Scene) -> str:
-    rule = scene.geometry.image
-    height, width = np.asarray([size.height]), np.asarray([size.width])
-    crops = int(rule.count_crops(height, width)[0]) if isinstance(rule, FixedImage) else 0
-    tokenizer = processor.tokenizer
+def _apart(*names: str) -> Callable[[Any, Any, Scene], str]:
+    """Return what writes the tokenizer's tokens of these names between blank lines."""
 
-    def view(number: int) -> str:
-        return f"\n\n{tokenizer.boi_token}{_once(tokenizer.image_token, number)}{tokenizer.eoi_token}\n\n"
+    def write(processor: Any, size: Any, scene: Scene) -> str:  # noqa: ARG001
+        return "\n\n" + "".join(str(getattr(processor.tokenizer, name)) for name in names) + "\n\n"
 
-    if not crops:
-        return view(0)
-    views = " ".join(view(1 + crop) for crop in range(crops))
-    return f"Here is the original image {view(0)} and here are some crops to help you see better {views}"
+    return write
 
 
 def _write_gemma4_video(processor: Any, size: VideoSize, scene: Scene) -> str:
@@ -179,16 +173,6 @@ def _write_smolvlm_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     return intro + "".join(frames) + "\n\n"
 
 
-def _write_step3p7_image(processor: Any, size: ImageSize, scene: Scene) -> str:
-    rule = scene.geometry.image
-    columns = rows = 0
-    if isinstance(rule, WindowCrops):
-        numbers = rule.count_columns_and_rows(np.asarray([size.height]), np.asarray([size.width]))
-        columns, rows = int(numbers[0][0]), int(numbers[1][0])
-    windows = "<patch_newline>".join(["<patch_start><patch_end>" * columns] * rows)
-    return f"{windows}<im_start>{processor.image_token}<im_end>"
-
-
 def _write_nemotron_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     """Every layer follows the numbers and times of its frames; a frame's duration is cut to whole milliseconds."""
     clip, patch = _Clip(size, scene.geometry.frames), scene.geometry.frames.temporal_patch_size
@@ -205,17 +189,13 @@ def _write_nemotron_video(processor: Any, size: VideoSize, scene: Scene) -> str:
     return "\n".join(layers)
 
 
-def _write_gemma3n_audio(processor: Any, size: AudioSize, scene: Scene) -> str:  # noqa: ARG001
-    tokenizer = processor.tokenizer
-    return f"\n\n{tokenizer.boa_token}{tokenizer.audio_token}{tokenizer.eoa_token}\n\n"
-
-
+_GEMMA3_IMAGE: Final = _apart("boi_token", "image_token", "eoi_token")
 _GEMMA4_IMAGE: Final = _between("boi_token", "image_token", "eoi_token")
 _GEMMA4_AUDIO: Final = _between("boa_token", "audio_token", "eoa_token")
 # Families that are missing write nothing around that medium: its one token stays as the template wrote it.
 IMAGE_TEXTS: Final[dict[str, Callable[[Any, ImageSize, Scene], str]]] = {
-    "gemma3": _write_gemma3_image,
-    "gemma3n": _write_gemma3_image,
+    "gemma3": _GEMMA3_IMAGE,
+    "gemma3n": _GEMMA3_IMAGE,
     "gemma4": _GEMMA4_IMAGE,
     "gemma4_unified": _GEMMA4_IMAGE,
     "idefics3": _write_smolvlm_image,
@@ -223,7 +203,6 @@ IMAGE_TEXTS: Final[dict[str, Callable[[Any, ImageSize, Scene], str]]] = {
     "llama4": _write_llama4_image,
     "nemotron_h_omni": _between("image_start_token", "image_token", "image_end_token"),
     "smolvlm": _write_smolvlm_image,
-    "step3p7": _write_step3p7_image,
 }
 VIDEO_TEXTS: Final[dict[str, Callable[[Any, VideoSize, Scene], str]]] = {
     "gemma4": _write_gemma4_video,
@@ -238,7 +217,7 @@ VIDEO_TEXTS: Final[dict[str, Callable[[Any, VideoSize, Scene], str]]] = {
 WHOLE_TEXTS: Final[dict[str, Callable[[Any, str], str]]] = {"paligemma": _write_paligemma}
 """What a family does to the whole text, once its media stand in it."""
 AUDIO_TEXTS: Final[dict[str, Callable[[Any, AudioSize, Scene], str]]] = {
-    "gemma3n": _write_gemma3n_audio,
+    "gemma3n": _apart("boa_token", "audio_token", "eoa_token"),
     "gemma4": _GEMMA4_AUDIO,
     "gemma4_unified": _GEMMA4_AUDIO,
     "nemotron_h_omni": _between("audio_start_token", "audio_token", "audio_end_token"),

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from vlm_stream.conversation import MEDIA_TYPES, Conversation, iter_media, map_media
 from vlm_stream.errors import BadSampleError
-from vlm_stream.tokens.chat import render_template, tokenizer_of
-from vlm_stream.tokens.families import Processor, read_family
+from vlm_stream.tokens.chat import Processor, render_template, tokenizer_of
+from vlm_stream.tokens.families import read_family
 from vlm_stream.tokens.geometry import Geometry, count_tokens
 from vlm_stream.tokens.measure import ask
 from vlm_stream.tokens.media import (
@@ -25,9 +25,9 @@ from vlm_stream.tokens.media import (
     MediaSizes,
     VideoSize,
     make_columns,
+    unpack_steps,
 )
 from vlm_stream.tokens.media_text import AUDIO_TEXTS, IMAGE_TEXTS, VIDEO_TEXTS, WHOLE_TEXTS, Scene
-from vlm_stream.tokens.steps import unpack_steps
 
 CHARACTERS_PER_TOKEN = 3
 _NO_MEDIA = MediaSizes()

@@ -1,18 +1,15 @@
 """Our own loop, and the comparison with it: what each rank should have been given, and sentences on what differs."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from vlm_stream.errors import DatasetError
+from vlm_stream.loader import StreamLoader
 from vlm_stream.testing.conformance.run import Keys, Run, digests
-
-if TYPE_CHECKING:
-    from vlm_stream.loader import StreamLoader
+from vlm_stream.testing.models import build_tiny_model
 
 _MOST: Final = 4  # sentences about a rank in one check; the rest is counted
 _TOLERANCE: Final = 1e-6
@@ -63,8 +60,6 @@ def first_gradients(run: Run, want: Expected) -> dict[str, Any]:
     Its loss is the model's own mean over all labels: no accumulation, no ranks, no label counts. In float64, so that
     what differs is the trainer's.
     """
-    from vlm_stream.testing.models import build_tiny_model
-
     rows = len(want) * run.accumulation
     with _open(run, 0, 1, micro_batches=1, batch_size=rows) as loader:
         batch = dict(next(iter(loader)))

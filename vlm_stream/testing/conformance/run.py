@@ -16,11 +16,18 @@ import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
-if TYPE_CHECKING:
-    from vlm_stream.loader import StreamLoader
-    from vlm_stream.stream import VLMStream
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from vlm_stream.convert import make_shards
+from vlm_stream.loader import StreamLoader
+from vlm_stream.stream import VLMStream
+from vlm_stream.testing.models import build_tiny_model
+from vlm_stream.testing.processors import build_processor
+from vlm_stream.testing.toy_media import make_toy_dataset
 
 PACK_SIZE: Final = 900
 _SAMPLES: Final = 80
@@ -32,10 +39,6 @@ def make_data(folder: str | Path) -> Path:
 
     The epoch of two ranks with two micro-batches a step has six steps, and the last of them is not full.
     """
-    from vlm_stream.convert import make_shards
-    from vlm_stream.testing.processors import build_processor
-    from vlm_stream.testing.toy_media import make_toy_dataset
-
     folder = Path(folder)
     if (folder / "shards" / "dataset.json").exists():
         return folder
@@ -104,8 +107,6 @@ class Run:
 
     def stream(self, **changes: Any) -> VLMStream:
         """Return the training data as an IterableDataset, for trainers that bring their own loader."""
-        from vlm_stream.stream import VLMStream
-
         return VLMStream(self.sources, **self._arguments({"micro_batches": self.accumulation} | changes))
 
     @property
@@ -122,8 +123,6 @@ class Run:
 
         Its config is that of a published model: packed batches want `use_cache=False`, as they do outside of tests.
         """
-        from vlm_stream.testing.models import build_tiny_model
-
         return watch(build_tiny_model("qwen2_5_vl", self.processor()), self)
 
     def tell(self, **facts: float | None) -> None:
@@ -143,8 +142,6 @@ class Run:
         return cls(**{one.name: values[one.name] for one in fields(cls)} | paths)
 
     def _loader(self, changes: dict[str, Any]) -> StreamLoader:
-        from vlm_stream.loader import StreamLoader
-
         return StreamLoader(self.sources, **self._arguments(changes))
 
     def _arguments(self, changes: dict[str, Any]) -> dict[str, Any]:
@@ -164,8 +161,6 @@ _watching = False
 
 def watch(model: Any, run: Run) -> Any:
     """Return the model with its forwards recorded, and record the steps of every optimizer of this process."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
     global _watching
     model.register_forward_pre_hook(functools.partial(_see_forward, run), with_kwargs=True)
     if not _watching:
@@ -176,8 +171,6 @@ def watch(model: Any, run: Run) -> Any:
 
 def digest(value: Any) -> str:
     """Return what identifies a value, wherever it lies: of a tensor its dtype, shape and bytes."""
-    import torch
-
     if not isinstance(value, torch.Tensor):
         return repr(value)
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -202,8 +195,6 @@ def write_line(run: Run, line: dict[str, Any]) -> None:
 
 
 def _place() -> tuple[int, int]:
-    import torch.distributed as dist
-
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -221,8 +212,6 @@ def _see_forward(run: Run, module: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 def _see_step(run: Run, model: Any, optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
     # After the step, not before it: a trainer that hands over a closure has its gradients only then.
-    import torch
-
     rate = float(optimizer.param_groups[0]["lr"])
     if rate == 0:  # torch.distributed.checkpoint makes such a step to have an optimizer's state allocated
         return
@@ -259,8 +248,6 @@ class Records:
     @classmethod
     def read(cls, folder: Path) -> Records:
         """Read the records of a launch."""
-        import torch
-
         found = cls(train={}, evaluated={}, rates={}, told={}, worlds=set(), gradients={})
         for path in sorted(folder.glob("rank-*.jsonl")):
             for line in path.read_text(encoding="utf-8").splitlines():

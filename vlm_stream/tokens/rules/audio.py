@@ -118,14 +118,8 @@ class ChunkedAudio(_Sound):
 class SubsampledMel(_Frames):
     """Nemotron-H-Omni: centred mel frames, then convolutions of stride 2."""
 
-    num_convolutions: int = 3  # how often the frames are subsampled
-    kernel_size: int = 3  # frames under a convolution
-    stride: int = 2  # frames from one step of a convolution to the next
+    num_convolutions: int = 3
 
     def count_audios(self, samples: Ints, longest: Ints) -> MediaCounts:
         frames = 1 + samples // self.hop_length
-        tokens = frames
-        surplus = (self.kernel_size - 1) // 2 * 2 - self.kernel_size
-        for _ in range(self.num_convolutions):
-            tokens = (tokens + surplus) // self.stride + 1
-        return _count(np.maximum(tokens, 1), frames)
+        return _count(np.maximum(_halve(frames, self.num_convolutions), 1), frames)

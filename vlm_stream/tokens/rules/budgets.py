@@ -8,13 +8,14 @@ from vlm_stream.tokens.rules import Floats, Ints, MediaCounts, TakesAnySize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Navit(TakesAnySize):
-    """Kimi-K2.5: never enlarged, scaled down to a patch limit, padded to whole tokens."""
+class Navit(TakesAnySize):
+    """Images and frames of Kimi-K2.5: never enlarged, scaled down to a patch limit, padded to whole tokens."""
 
     patch_size: int = 14
     merge_size: int = 2  # patches along the square that becomes one token
-    max_patches: int  # most patches of an image or frame
+    max_patches: int = 16384  # most patches of an image or frame
     max_side_patches: int = 512  # most patches along a side
+    temporal_patch_size: int = 1  # frames in a chunk
 
     def _count_patches(self, heights: Ints, widths: Ints) -> Ints:
         patch, longest = self.patch_size, self.max_side_patches * self.patch_size
@@ -27,26 +28,11 @@ class _Navit(TakesAnySize):
         patches: Ints = high * wide
         return patches
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NavitImage(_Navit):
-    """Images."""
-
-    max_patches: int = 16384
-
     def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
-        patches = self._count_patches(heights, widths)
-        return MediaCounts(patches // self.merge_size**2, patches, patches.astype(np.float64) ** 2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NavitVideo(_Navit):
-    """Videos, in chunks of a few frames; a chunk costs the tokens of one frame."""
-
-    max_patches: int = 4096
-    temporal_patch_size: int = 4  # frames in a chunk
+        return self.count_videos(np.ones_like(heights), heights, widths)
 
     def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
+        """Count clips, chunk by chunk: each costs the tokens of one frame."""
         patches = self._count_patches(heights, widths)
         chunks = -(-frames // self.temporal_patch_size)
         tokens = chunks * (patches // self.merge_size**2)

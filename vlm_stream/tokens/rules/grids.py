@@ -4,7 +4,7 @@ One implementation serves single media and whole index columns. All arithmetic i
 rounding, operation for operation as the processors do it, because one unit in the last place can move a border.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -184,7 +184,7 @@ class FrameGrid(_VideoGrid):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipGrid(_VideoGrid):
-    """Videos of Qwen3-VL and GLM-4.6V: the limits hold for the clip as a whole."""
+    """Videos of Qwen3-VL and GLM-4.6V: the limits hold for the clip as a whole. GLM-4.6V's images are clips, too."""
 
     patch_size: int = 16
     min_pixels: int = 131072
@@ -199,30 +199,16 @@ class ClipGrid(_VideoGrid):
         sides = resize_clip(frames, heights, widths, self.temporal_patch_size, box)
         return self._stack(-(-frames // self.temporal_patch_size), sides)
 
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
+        return self._count(self.grid_images(heights, widths))
+
+    def grid_images(self, heights: Ints, widths: Ints) -> Ints:
+        """Return the grids of clips of one layer."""
+        return self.grid_videos(np.full_like(heights, self.temporal_patch_size), heights, widths)
+
     def find_problem(self, height: int, width: int) -> str | None:
         """Refuse extreme shapes, which are measured after small sides were scaled up to a whole factor."""
         if 0 < min(height, width) < self._factor:
             scale = max(self._factor / height, self._factor / width)
             height, width = int(height * scale), int(width * scale)
         return name_aspect_problem(height, width, MAX_ASPECT_RATIO)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipGridImage(_Grid):
-    """Images of GLM-4.6V, which resizes them as clips of one temporal patch."""
-
-    temporal_patch_size: int = 2
-    min_pixels: int = 12544
-    max_pixels: int = 47040000
-
-    def _clip(self) -> ClipGrid:
-        return ClipGrid(**asdict(self))
-
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
-        return self._count(self.grid_images(heights, widths))
-
-    def grid_images(self, heights: Ints, widths: Ints) -> Ints:
-        return self._clip().grid_videos(np.full_like(heights, self.temporal_patch_size), heights, widths)
-
-    def find_problem(self, height: int, width: int) -> str | None:
-        return self._clip().find_problem(height, width)

@@ -1,6 +1,6 @@
 """Images cut into pieces of one size: views, tiles, rows of crops; videos whose frames all cost the same.
 
-Gemma-3, InternVL, Phi-4-multimodal, LLaVA-OneVision, SmolVLM, Pixtral, Step-3.7, Llama 4.
+Gemma-3, InternVL, Phi-4-multimodal, LLaVA-OneVision, SmolVLM, Pixtral, Llama 4.
 """
 
 from dataclasses import dataclass
@@ -15,42 +15,18 @@ _LEAST_SIDE = 10  # Phi-4-multimodal refuses images whose shorter side would be 
 _GLOBAL_TOKENS = 256 + 16 + 1  # its overview, the line ends of the overview, and the separator
 _SHRINK_ABOVE = 1.1  # LLaVA-OneVision pools features when they exceed the limit by more than this ratio
 _LARGEST_SIDE = 4096  # SmolVLM scales no image above it
-_SNAP_UP = 0.2  # Step-3.7 rounds a side up when more than this share of a window is left over
-_THIN_SIDE, _THIN_RATIO = 32, 4  # Step-3.7 pads images that are thinner to squares
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixedImage(TakesAnySize):
-    """Images of Gemma-3, with its pan-and-scan crops if they are on."""
-
-    tokens_per_view: int = 256  # tokens of the image, and of each crop
-    patches_per_view: int = 4096  # patches of each
-    max_crops: int = 0  # most crops; 0: pan and scan is off
-    min_crop_size: int = 256
-    min_ratio: float = 1.2  # images nearer to a square are not cropped
-
-    def count_crops(self, heights: Ints, widths: Ints) -> Ints:
-        """Return the number of crops beside the image itself."""
-        if self.max_crops == 0:
-            return np.zeros_like(heights)
-        longer, shorter = np.maximum(heights, widths), np.maximum(np.minimum(heights, widths), 1)
-        ratio = longer / shorter
-        crops = np.minimum(longer // self.min_crop_size, np.floor(ratio + 0.5).astype(np.int64))
-        crops = np.minimum(self.max_crops, np.maximum(2, crops))
-        is_cropped = (ratio >= self.min_ratio) & (np.minimum(-(-longer // crops), shorter) >= self.min_crop_size)
-        return np.where(is_cropped, crops, 0)
-
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
-        return count_pieces(1 + self.count_crops(heights, widths), self.tokens_per_view, self.patches_per_view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedFrames(TakesAnySize):
-    """Videos whose frames all cost the same."""
+    """Images, and frames of videos, that all cost the same: Gemma-3, PaliGemma, InternVL, LLaVA-OneVision, SmolVLM."""
 
     tokens_per_frame: int
     patches_per_frame: int
     tokens_per_video: int = 0  # tokens of the clip beside its frames
+
+    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
+        return count_pieces(np.ones_like(heights), self.tokens_per_frame, self.patches_per_frame)
 
     def count_videos(self, frames: Ints, heights: Ints, widths: Ints) -> MediaCounts:
         counts = count_pieces(frames, self.tokens_per_frame, self.patches_per_frame)
@@ -282,46 +258,6 @@ class RowGrid(TakesAnySize):
         rows, columns = ((side - 1) // token + 1 for side in sides)
         patches = rows * columns * self.merge_size**2
         return MediaCounts(rows * (columns + 1), patches, patches.astype(np.float64) ** 2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowCrops(TakesAnySize):
-    """Images of Step-3.7: an overview, and windows over it where it is large or long."""
-
-    view_size: int = 728
-    window_size: int = 504  # pixels along a window, unless the image is thinner
-    largest_side: int = 3024  # larger images are scaled down first
-    tokens_per_view: int = 169
-    tokens_per_window: int = 81
-    patches_per_view: int = 2704
-    patches_per_window: int = 1296
-
-    def count_columns_and_rows(self, heights: Ints, widths: Ints) -> tuple[Ints, Ints]:
-        """Return columns and rows of windows; 0 and 0 where the overview is enough."""
-        h, w = np.maximum(heights, 1), np.maximum(widths, 1)
-        longer = np.maximum(h, w)
-        is_thin = (np.minimum(h, w) < _THIN_SIDE) & (np.maximum(w / h, h / w) > _THIN_RATIO)
-        h, w = np.where(is_thin, longer, h), np.where(is_thin, longer, w)
-        scale = self.largest_side / longer
-        is_large = longer > self.largest_side
-        h, w = (np.where(is_large, (side * scale).astype(np.int64), side) for side in (h, w))
-        shorter, longer = np.maximum(np.minimum(h, w), 1), np.maximum(h, w)
-        ratio = longer / shorter
-        window = np.where(ratio > 4, np.minimum(shorter, self.window_size), self.window_size)
-        window = np.where(longer <= self.view_size, np.where(ratio > 1.5, shorter, 0), window)
-        safe = np.maximum(window, 1)
-        columns, rows = (np.maximum(1, side // safe + (side % safe > _SNAP_UP * safe)) for side in (w, h))
-        columns, rows = (np.where(side < window, 1, number) for side, number in ((w, columns), (h, rows)))
-        return np.where(window == 0, 0, columns), np.where(window == 0, 0, rows)
-
-    def count_images(self, heights: Ints, widths: Ints, siblings: Ints) -> MediaCounts:
-        columns, rows = self.count_columns_and_rows(heights, widths)
-        windows = count_pieces(columns * rows, self.tokens_per_window, self.patches_per_window)
-        return MediaCounts(
-            windows.tokens + self.tokens_per_view,
-            windows.patches + self.patches_per_view,
-            windows.squares + float(self.patches_per_view) ** 2,
-        )
 
 
 @cache
