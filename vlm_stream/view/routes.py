@@ -182,15 +182,17 @@ def _compare(viewer: Viewer, values: Mapping[str, str]) -> Html:
 
 
 def first_pages(viewer: Viewer) -> tuple[Callable[[], object], ...]:
-    """Return what makes the pages that are asked for first, and so loads and reads what all of them need."""
+    """Return what makes the pages that are asked for first, and so loads and reads what all of them need.
+
+    That of the dataset comes last: it is fast once there is all that others load, and begins to read all indexes.
+    """
 
     def sample() -> None:
         ref = viewer.catalog.ref_at(0)
         (drawn,) = viewer.catalog.draw([ref])
         _sample(viewer, viewer.catalog.name_of(ref, drawn)._asdict() | {"row": "0"})
 
-    pages = (partial(make, viewer, {}) for make in (_dataset, _step, _run))
-    return load_decoders, *pages, sample
+    return load_decoders, sample, *(partial(make, viewer, {}) for make in (_step, _run, _dataset))
 
 
 def _thumb(viewer: Viewer, values: Mapping[str, str]) -> bytes:

@@ -152,7 +152,7 @@ class Viewer:
             self.pace.rest(time.monotonic())
             if self.pace.is_closed:
                 return
-            with suppress(Exception), self.pace.page():  # the page that needs it says what is wrong
+            with suppress(Exception):  # the page that needs it says what is wrong
                 make()
 
     def _follow(self) -> LoaderLike | None:
