@@ -311,6 +311,7 @@ def test_a_bad_sample_is_shown_with_its_reason(tmp_path, toy_meta, saved_process
     where = viewer.book.find(viewer.book.base, [ref])[0]
     built = page_of(client, f"/step?step={where.step}&rank={where.rank}&build=1")
     assert "read: " in " ".join(built.words)
+    assert ("a", "href", LiveLinks().sample(viewer.catalog.name_of(ref, drawn))) in built.attributes
     holes = [each for each in built.attributes if each[1] == "class" and "hole" in each[2] and each[0] == "rect"]
     assert len(holes) == 2  # a mark where it would have stood, and the room that it left at the end of the row
     view = viewer.book.view(viewer.book.base, where.step, where.rank, is_built=True)

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.view.conftest import open_viewer
+from tests.waiting import wait_for
 from vlm_stream import StreamLoader
 from vlm_stream.convert import make_shards
 from vlm_stream.errors import ConfigError
@@ -170,6 +172,22 @@ def test_in_a_trainer_nothing_is_read_before_somebody_looks(mixed_shards, proces
         assert viewer.catalog._scan is not None
 
 
+def test_what_first_pages_need_is_there_before_somebody_asks(mixed_shards, processor):
+    viewer = open_viewer(mixed_shards, processor)
+    for make in routes.first_pages(viewer):
+        make()
+    seen = []
+    viewer.warm(lambda: seen.append("first") or 1 / 0, lambda: seen.append("second"))
+    with ViewServer(open_viewer(mixed_shards, processor)).start() as running:
+        book, catalog = running.viewer.book, running.viewer.catalog
+        wait_for(lambda: book.run_walk().total is not None)
+        wait_for(lambda: len(catalog.known_facts()) == len(catalog.scanned_shards))
+    wait_for(lambda: seen == ["first", "second"])  # what fails is told by the page that needs it
+    viewer.close()
+    viewer.warm(lambda: seen.append("third"))
+    assert seen == ["first", "second"]
+
+
 def test_a_thread_in_the_background_rests_as_long_as_its_share_says(monkeypatch):
     slept = []
     monkeypatch.setattr(viewer_module.time, "sleep", slept.append)
@@ -195,6 +213,17 @@ def test_a_thread_in_the_background_waits_for_the_page_that_is_made(viewer, monk
     resting.join(240)
     assert seen == [False]
     assert rested.is_set()
+
+
+def test_a_thread_in_the_background_waits_until_a_page_has_its_pictures(monkeypatch):
+    monkeypatch.setattr(viewer_module, "_MAX_REST", 240.0)
+    monkeypatch.setattr(viewer_module, "_QUIET_S", 0.5)
+    pace = viewer_module.Pace()
+    with pace.page():
+        pass
+    begin = time.monotonic()
+    pace.rest(begin)
+    assert time.monotonic() - begin >= 0.3
 
 
 def test_what_cannot_be_bound_names_the_way_out(viewer):

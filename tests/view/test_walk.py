@@ -95,8 +95,9 @@ def test_a_step_is_found_after_an_index_could_not_be_read(mixed_shards, tmp_path
 def test_walks_end_with_their_viewer(mixed_shards, monkeypatch):
     monkeypatch.setattr(steps_module, "_WALK_SECONDS", 3600.0)
     viewer = open_viewer(mixed_shards, options=StreamOptions(pack_size=700, epochs=None, window=16))
-    viewer.warm()
-    walker = viewer.book.run_walk()._walker
+    walk = viewer.book.run_walk()
+    walk.start()
+    walker = walk._walker
     viewer.close()
     walker.join(240)
     assert not walker.is_alive()

@@ -173,9 +173,10 @@ class Catalog:
         if missing:
             with self.datasets.lock:
                 looked = self.datasets.opened[source].look(missing)
-            for shard, (index, rows) in zip(missing, looked, strict=True):
-                tokens = self.plan.planner.read_columns(source, [shard]).pick(np.arange(len(rows))).tokens
-                kept[shard] = facts_of(index, rows, tokens)
+            columns = self.plan.planner.read_columns(source, missing)
+            ends = np.cumsum([len(rows) for _, rows in looked])[:-1]
+            tokens = np.split(columns.pick(np.arange(len(columns))).tokens, ends)
+            kept |= {shard: facts_of(*found, own) for shard, found, own in zip(missing, looked, tokens, strict=True)}
             with self._guard:
                 self._facts |= {(source, shard): kept[shard] for shard in missing}
                 while len(self._facts) > 1 and sum(len(each.tokens) for each in self._facts.values()) > _MAX_KEPT:

@@ -42,8 +42,11 @@ class Compared:
 
 
 def compare(book: PlanBook, settings: Settings, max_steps: int) -> Compared:
-    """Return a plan in numbers, and its first rows."""
+    """Return a plan in numbers, and its first rows; kept, as one plan is compared with many."""
     walk = book.walk(settings)
+    kept: Compared | None = walk.compared.get(max_steps)
+    if kept is not None:
+        return kept
     reader = StepReader(book.catalog, walk, None)
     rows: list[Row] = []
 
@@ -52,7 +55,9 @@ def compare(book: PlanBook, settings: Settings, max_steps: int) -> Compared:
             rows.extend(reader.rows(step, 0, micro))
 
     report = plan_report(walk.plan.after(0).planner, walk.shape, max_steps=max_steps, see=see)
-    return Compared(settings=settings, report=report, rows=tuple(rows[:_MAX_ROWS]))
+    found = Compared(settings=settings, report=report, rows=tuple(rows[:_MAX_ROWS]))
+    walk.compared = {max_steps: found}
+    return found
 
 
 def compare_page(settings: tuple[Settings, Settings], found: tuple[Compared, Compared] | None, max_steps: int) -> Html:

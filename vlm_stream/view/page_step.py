@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.view import plots
+from vlm_stream.view.catalog import Name
 from vlm_stream.view.frame import LiveLinks, document, note, tiles
 from vlm_stream.view.html import Html, join, link, table, tag
 from vlm_stream.view.plots import Piece
@@ -275,7 +276,9 @@ def _left_out(view: StepView, links: Links) -> Html | None:
         [reason, _name(each, links), f"{each.tokens:,}", "left out by the plan here"] for reason, each in view.dropped
     ]
     if view.bad is not None:
-        rows += [[f"{line.stage}: {line.reason}", line.sample, "", line.detail] for line in view.bad]
+        for line in view.bad:
+            href = links.sample(Name(line.source, line.shard, line.sample)) if line.shard else None
+            rows.append([f"{line.stage}: {line.reason}", link(line.id or line.sample, href), "", line.detail])
         if not rows and view.llm:
             return tag("p", "Built: nothing in it is bad.", class_="good")
     if not rows:

@@ -7,6 +7,7 @@ a run.
 from __future__ import annotations
 
 import io
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.format import medium_of
@@ -45,6 +46,14 @@ _TYPES: Final = {
 def type_of(member: str) -> str | None:
     """Return the type under which a browser shows a member; None: it shows no such thing."""
     return _TYPES.get(member.rpartition(".")[2].lower())
+
+
+def load_decoders() -> None:
+    """Import what decodes images and clips: the first ones need not wait for it."""
+    from PIL import Image
+
+    Image.init()
+    import_module("av")
 
 
 def first_medium(drawn: Drawn) -> str | None:

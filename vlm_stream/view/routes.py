@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import textwrap
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vlm_stream.conversation import iter_media, named_span
@@ -22,7 +23,7 @@ from vlm_stream.view.page_dataset import dataset_page, overview_part
 from vlm_stream.view.page_run import run_page, run_part
 from vlm_stream.view.page_sample import sample_body
 from vlm_stream.view.page_step import step_page
-from vlm_stream.view.pictures import first_medium, thumbnail, to_jpeg
+from vlm_stream.view.pictures import first_medium, load_decoders, thumbnail, to_jpeg
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -173,9 +174,25 @@ def _compare(viewer: Viewer, values: Mapping[str, str]) -> Html:
     settings = book.settings(values, "_a"), book.settings(values, "_b")
     max_steps = min(max(_number(values, "steps") or _COMPARED_STEPS, 1), _MOST_STEPS)
     found = None
-    if values:
+    if not values:  # while somebody fills in the form
+        viewer.warm(lambda: compare(book, book.base, max_steps))
+    else:
         found = compare(book, settings[0], max_steps), compare(book, settings[1], max_steps)
     return compare_page(settings, found, max_steps)
+
+
+def first_pages(viewer: Viewer) -> tuple[Callable[[], object], ...]:
+    """Return what makes the pages that are asked for first, and so loads and reads what all of them need.
+
+    That of the dataset comes last: it is fast once there is all that others load, and begins to read all indexes.
+    """
+
+    def sample() -> None:
+        ref = viewer.catalog.ref_at(0)
+        (drawn,) = viewer.catalog.draw([ref])
+        _sample(viewer, viewer.catalog.name_of(ref, drawn)._asdict() | {"row": "0"})
+
+    return load_decoders, sample, *(partial(make, viewer, {}) for make in (_step, _run, _dataset))
 
 
 def _thumb(viewer: Viewer, values: Mapping[str, str]) -> bytes:

@@ -253,7 +253,7 @@ class ViewServer:
 
     def run(self) -> None:
         """Serve until Ctrl-C."""
-        self.viewer.warm()
+        self.viewer.warm(*routes.first_pages(self.viewer))
         try:
             self._server.run(sockets=[self._socket])
         finally:
@@ -261,7 +261,7 @@ class ViewServer:
 
     def start(self) -> ViewServer:
         """Serve from a thread of this process; the server ends with `close` or with the process."""
-        self.viewer.warm()
+        self.viewer.warm(*routes.first_pages(self.viewer))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._socket]}, name="vlm-stream-view", daemon=True
         )

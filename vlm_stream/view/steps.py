@@ -58,6 +58,8 @@ class Walk:
         """The first step that can be found."""
         self.total: int | None = None
         """Steps from the start of the run, once all were walked through."""
+        self.compared: dict[int, Any] = {}
+        """What the compare page has found of its first steps, by their number."""
         self._planner = plan.after(0).planner
         self._notes: dict[int, Any] = {}
         self._kept: OrderedDict[int, Step] = OrderedDict()

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.plan import read_state
@@ -41,10 +41,12 @@ _GUEST_SHARE: Final = 0.1
 """Of a core, for threads in a trainer's process."""
 _MAX_REST: Final = 1.0
 """Seconds."""
+_QUIET_S: Final = 0.15
+"""How long nothing is asked for before a view has all of its pictures, as far as anybody can tell."""
 
 
 class Pace:
-    """When threads in the background work: not while a page is made, and for no more than a share of a core."""
+    """When threads in the background work: not while a page or its pictures are made, and for no more than a share."""
 
     def __init__(self, share: float = 1.0) -> None:
         """Begin without pages."""
@@ -52,6 +54,8 @@ class Pace:
         self.is_closed = False
         """Whether they are to end."""
         self._num_pages = 0
+        self._left = -_QUIET_S
+        """When the last page was done."""
         self._changed = threading.Condition()
 
     @contextmanager
@@ -64,14 +68,20 @@ class Pace:
         finally:
             with self._changed:
                 self._num_pages -= 1
+                self._left = time.monotonic()
                 self._changed.notify_all()
 
     def rest(self, worked_since: float) -> float:
         """Wait after some work, never for long; return the time."""
         if self.share < 1:
             time.sleep(min((time.monotonic() - worked_since) * (1 / self.share - 1), _MAX_REST))
+        until = time.monotonic() + _MAX_REST
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_pages, _MAX_REST)
+            while (now := time.monotonic()) < until:
+                quiet = self._left + _QUIET_S
+                if not self._num_pages and now >= quiet:
+                    break
+                self._changed.wait(until - now if self._num_pages else min(quiet, until) - now)
         return time.monotonic()
 
 
@@ -129,14 +139,21 @@ class Viewer:
         self.pace.is_closed = True
         self.catalog.close()
 
-    def warm(self) -> None:
-        """Begin to read indexes and to plan in the background, so that the first pages do not wait for it.
+    def warm(self, *makes: Callable[[], object]) -> None:
+        """Make in the background what somebody will ask for, one after the other, so that it does not wait then.
 
         In a trainer nothing is begun before somebody looks.
         """
         if self._loader is None:
-            self.catalog.start_scan()
-            self.book.run_walk().start()
+            threading.Thread(target=self._make, args=(makes,), name="vlm-stream-view-warm", daemon=True).start()
+
+    def _make(self, makes: Sequence[Callable[[], object]]) -> None:
+        for make in makes:
+            self.pace.rest(time.monotonic())
+            if self.pace.is_closed:
+                return
+            with suppress(Exception):  # the page that needs it says what is wrong
+                make()
 
     def _follow(self) -> LoaderLike | None:
         """Note where the running loader stands; return it."""
