@@ -1,9 +1,10 @@
 """Builders on Ray against local workers: tokens in a second, in turns, and where processor time and page faults go.
 
-    python benchmarks/ray_overhead.py [--seconds 8] [--turns 3] [--pixels compact,full]
+    python benchmarks/ray_overhead.py [--seconds 8] [--turns 3] [--pixels compact,full] [--ways workers,ray,store]
 
 Two workers, or two builders on a Ray cluster on this machine, on loopback, decode, encode and pack the same image
-samples without end. The trainer finishes compact pixels and does nothing else.
+samples without end. The trainer finishes compact pixels and does nothing else. `ray`: it reads the memory of builders,
+which are on its machine; `store`: as if they were elsewhere, so batches come through Ray's object store.
 """
 
 from __future__ import annotations
@@ -49,11 +50,15 @@ def take(folder: str, way: str, pixels: str, seconds: str) -> None:
     import torch
 
     from vlm_stream import RayBuilders, StreamLoader, finish_pixels
+    from vlm_stream.dispatch import ray_pool
 
     torch.set_num_threads(1)
     options: dict[str, Any] = {"num_workers": 2}
-    if way == "ray":
+    if way != "workers":
         import ray
+
+        if way == "store":
+            ray_pool.look_into = lambda *_: None  # type: ignore[assignment]
 
         ray.init(
             address="local",
@@ -100,6 +105,7 @@ def main() -> None:
     parser.add_argument("--seconds", default="8")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--pixels", default="compact,full")
+    parser.add_argument("--ways", default="workers,ray,store")
     parser.add_argument("--data", help="where data stay for another run")
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
@@ -107,7 +113,7 @@ def main() -> None:
         folder = Path(args.data or name)
         make_data(folder)
         for pixels in args.pixels.split(","):
-            found: dict[str, list[dict[str, float]]] = {"workers": [], "ray": []}
+            found: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways.split(",")}
             for _ in range(args.turns):
                 for way, runs in found.items():
                     run = [sys.executable, __file__, "--take", str(folder), way, pixels, args.seconds]
@@ -115,7 +121,8 @@ def main() -> None:
                     runs.append(json.loads(printed.splitlines()[-1]))
                     print(pixels, way, {key: round(value, 4) for key, value in runs[-1].items()}, flush=True)
             rates = {way: statistics.median(run["rate"] for run in runs) for way, runs in found.items()}
-            print(f"{pixels}: {rates['ray']:,.0f} / {rates['workers']:,.0f} = {rates['ray'] / rates['workers']:.2f}")
+            for way, rate in rates.items():
+                print(f"{pixels}, {way}: {rate:,.0f} tokens/s, {rate / rates['workers']:.2f} of workers'")
 
 
 def make_data(folder: Path) -> None:

@@ -1,10 +1,11 @@
 """Shared memory of a worker process in which large tensors travel to the parent without a copy.
 
 Enters: tensors that a worker sends. Leaves: the same tensors in the parent, in the same memory. A worker owns anonymous
-files (memfd); the parent maps them by way of `/proc`. A block is filled again once the parent has dropped all tensors
-in it, which it says in its next message. Where that cannot be done (not Linux, no right to look at the worker, no
-memory left), tensors travel in the messages themselves, as small ones always do. Nothing goes through the shared memory
-of torch, whose segments have names and stay when a process is killed.
+files (memfd); the parent maps them by way of `/proc`. (A builder on Ray is a worker too, and a trainer on its machine
+the parent, in all that is said here.) A block is filled again once the parent has dropped all tensors in it, which it
+says in its next message. Where that cannot be done (not Linux, no right to look at the worker, no memory left), tensors
+travel in the messages themselves, as small ones always do. Nothing goes through the shared memory of torch, whose
+segments have names and stay when a process is killed.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class BlockPool:
     def take_back(self, returned: Iterable[tuple[int, int]]) -> None:
         """Note blocks that the parent has dropped: the number of each, and of the last tensor in it that was sent."""
         for number, num_dropped in returned:
-            self._blocks[number].num_dropped = num_dropped
+            block = self._blocks[number]
+            block.num_dropped = max(block.num_dropped, num_dropped)  # of messages, one may overtake another
 
     def allocate(self, num_bytes: int) -> torch.Tensor | None:
         """Return bytes of a block; None where the parent cannot read blocks, or memory is short."""
@@ -111,14 +113,16 @@ class BlockPool:
         """Pickle a tensor: by its place in a block, or its bytes if it is small; others as torch saves them."""
         if (saved := save_odd(tensor)) is not None:
             return load_odd, (saved,)
+        place = self.place(tensor)
+        if place is None and tensor.nbytes >= _LARGE_BYTES and (memory := self.allocate(tensor.nbytes)) is not None:
+            place = self.place(memory.view(tensor.dtype).view(tensor.shape).copy_(tensor))
+        return place or (from_bytes, (flat_bytes(tensor).tobytes(), tensor.dtype, tuple(tensor.shape)))
+
+    def place(self, tensor: torch.Tensor) -> Any:
+        """Return how a plain tensor that lies in a block is pickled, by its place; None if it lies elsewhere."""
         block = self._at.get(tensor.untyped_storage().data_ptr())
-        if block is None and tensor.nbytes >= _LARGE_BYTES:
-            memory = self.allocate(tensor.nbytes)
-            if memory is not None:
-                tensor = memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-                block = self._at[memory.untyped_storage().data_ptr()]
         if block is None:
-            return from_bytes, (flat_bytes(tensor).tobytes(), tensor.dtype, tuple(tensor.shape))
+            return None
         block.num_sent += 1
         form = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
         place = (block.number, block.num_sent, block.descriptor, block.size)
@@ -159,6 +163,7 @@ class BlockReader:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
+        self._files = _open_files(pid) if hasattr(os, "memfd_create") else None
         self._pages: dict[int, mmap.mmap] = {}
         self._arrays: dict[int, weakref.ref[Any]] = {}
         self._num_sent: dict[int, int] = {}
@@ -166,7 +171,11 @@ class BlockReader:
         self._dropped: deque[int] = deque()
         self._lock = threading.Lock()  # between the threads that read from the worker and write to it
         _readers[pid] = self
-        self.can_read = hasattr(os, "memfd_create") and _can_look_into(pid)
+
+    @property
+    def can_read(self) -> bool:
+        """Tell whether the worker may send tensors in blocks."""
+        return self._files is not None
 
     def to_return(self) -> list[tuple[int, int]]:
         """Return the blocks of which the last tensor was dropped, for the worker.
@@ -188,6 +197,9 @@ class BlockReader:
         """Let go of the worker; tensors that are still in use keep their memory."""
         _readers.pop(self._pid, None)
         self._pages.clear()
+        files, self._files = self._files, None
+        if files is not None:
+            os.close(files)
 
     def read(self, number: int, num_sent: int, descriptor: int, size: int) -> Any:
         """Return a block's bytes."""
@@ -199,7 +211,9 @@ class BlockReader:
                 return array
             pages = self._pages.get(number)
             if pages is None or len(pages) < size:
-                opened = os.open(f"/proc/{self._pid}/fd/{descriptor}", os.O_RDWR)
+                if self._files is None:
+                    raise ProcessLookupError("it was let go")
+                opened = os.open(str(descriptor), os.O_RDWR, dir_fd=self._files)
                 try:
                     pages = self._pages[number] = mmap.mmap(opened, size, flags=_MAPPING)
                 finally:
@@ -210,15 +224,37 @@ class BlockReader:
             return array
 
 
-def _can_look_into(pid: int) -> bool:
-    """Tell whether the files that a process has open may be opened here."""
+def find_realm() -> str | None:
+    """Return a name that two processes have in common where a process id means the same to both; None: not known."""
     try:
-        entry = next(iter(Path(f"/proc/{pid}/fd").iterdir()), None)
-        if entry is not None:
-            entry.stat()  # follows the link, which asks for the same right as opening does
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
-        return False
-    return entry is not None
+        return None
+
+
+def look_into(pid: int, realm: str | None) -> BlockReader | None:
+    """Return a reader of a process that is no child of this one; None where its blocks cannot be read here."""
+    if realm is None or realm != find_realm():
+        return None
+    reader = BlockReader(pid)
+    if reader.can_read:
+        return reader
+    reader.close()
+    return None
+
+
+def _open_files(pid: int) -> int | None:
+    """Open the folder of the files that a process has open; None where these may not be opened here.
+
+    When the process has ended there is nothing in it, whoever has its process id then.
+    """
+    try:
+        entry = next(Path(f"/proc/{pid}/fd").iterdir())
+        entry.stat()  # follows the link, which asks for the same right as opening does
+        return os.open(entry.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except (OSError, StopIteration):
+        return None
 
 
 def save_odd(tensor: torch.Tensor) -> bytes | None:

@@ -15,9 +15,9 @@ import yaml
 
 from tests.service.conftest import NODE, PACKED, actor_pids, last_json, raw_loader, same
 from tests.waiting import wait_for
-from vlm_stream import RayBuilders, StreamLoader
+from vlm_stream import RayBuilders, StreamLoader, blocks
 from vlm_stream.cli import main
-from vlm_stream.dispatch import RayPool
+from vlm_stream.dispatch import RayPool, parcel, ray_pool
 from vlm_stream.dispatch.pool import Finished
 from vlm_stream.testing import build_processor
 
@@ -57,32 +57,55 @@ def test_a_batch_that_was_dropped_may_be_given_again(pool, toy_shards):
     builders.close()
 
 
-def is_in_object_store(tensor):
-    """Tell whether a tensor's memory is that of Ray's object store."""
+def is_in(file, tensor):
+    """Tell whether a tensor's memory is that of a file of this name."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(text, 16) for text in line.split()[0].split("-"))
         if begin <= tensor.data_ptr() < end:
-            return "plasma" in line
+            return file in line
     return False
 
 
-def test_batches_are_read_in_place_and_may_be_written(cluster, toy_shards, processor):
+@pytest.mark.parametrize("file", ["memfd:vlm-stream", "plasma"])
+def test_batches_are_read_in_place_and_may_be_written(cluster, toy_shards, processor, monkeypatch, file):
+    """From a builder on this machine, and from one elsewhere by the object store."""
+    if file == "plasma":
+        monkeypatch.setattr(blocks, "find_realm", lambda: "elsewhere")
     listening = num_listening(os.getpid())
     expected = list(StreamLoader(toy_shards, processor=processor, **PACKED))
     builders = RayBuilders(count=1, num_cpus=0.5, local=0)
     loader = StreamLoader(toy_shards, processor=processor, builders=builders, **PACKED)
-    num_in_place = 0
+    num_in_place, kept = 0, []
     for batch, other in zip(loader, expected, strict=True):
-        num_in_place += is_in_object_store(batch["pixel_values"])
+        num_in_place += is_in(file, batch["pixel_values"])
         assert same(dict(batch), dict(other))
         batch["pixel_values"] += 1
-        assert torch.equal(batch["pixel_values"], other["pixel_values"] + 1)
+        kept += [(batch, other)] if len(kept) < 3 else []
+        assert all(torch.equal(one["pixel_values"], two["pixel_values"] + 1) for one, two in [*kept, (batch, other)])
         (row,) = loader.builders()
         assert (row["node"], row["kind"]) == ("127.0.0.2", "usual")
         (pid,) = actor_pids(loader)
         assert num_listening(pid) == num_listening(actor_of_nothing(cluster))
         assert num_listening(os.getpid()) == listening
     assert num_in_place > len(expected) / 2  # Ray sends small batches with its answer
+
+
+def test_a_batch_that_its_builder_takes_along_is_built_again(cluster, toy_shards, processor, monkeypatch, caplog):
+    expected = list(StreamLoader(toy_shards, processor=processor, **PACKED))
+    builders = RayBuilders(count=1, num_cpus=0.5, local=0)
+    loader = StreamLoader(toy_shards, processor=processor, builders=builders, **PACKED)
+    ended = []
+
+    def unpack_too_late(*arguments, **options):
+        if not ended:
+            ended.extend(actor_pids(loader))
+            os.kill(ended[0], signal.SIGKILL)
+            wait_for(lambda: not Path(f"/proc/{ended[0]}/fd/0").exists())
+        return parcel.unpack(*arguments, **options)
+
+    monkeypatch.setattr(ray_pool, "unpack", unpack_too_late)
+    assert same([dict(batch) for batch in loader], [dict(batch) for batch in expected])
+    assert "with a batch that was to be read" in caplog.text
 
 
 def num_listening(pid):

@@ -95,7 +95,7 @@ def test_a_builder_helps_only_where_another_one_has_the_batch():
     pool._local, pool._guests, pool._run, pool._tickets = None, None, "run", itertools.count()
     pool._report, pool._kill = lambda _event: None, lambda _remote: None
     pool._remotes = {number: ray_pool._Remote(None) for number in range(3)}
-    pool._ask = lambda *call: asked.append((call[0], call[-1]))
+    pool._ask = lambda *call: asked.append((call[0], call[-2]))
     pool.give(0, 5, None, {})
     pool.give(1, 5, None, {})
     pool.give(0, 6, None, {})

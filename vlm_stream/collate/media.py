@@ -117,24 +117,21 @@ def _cat_padded(name: str, values: Sequence[torch.Tensor], dtype: torch.dtype) -
     return out
 
 
-def _is_for_parent(num_bytes: int) -> bool:
-    """Say whether to join in memory that the parent process can map, which saves one copy of what a worker makes.
-
-    A daemonic process is a worker, torch's or ours; ranks that a launcher starts are not daemonic.
-    """
-    return num_bytes >= _LARGE_BYTES and multiprocessing.current_process().daemon
-
-
 def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, zeros: bool) -> torch.Tensor:
-    """Return a tensor of zeros or, where they are not needed, of anything."""
+    """Return a tensor of zeros or, where they are not needed, of anything.
+
+    In a worker it lies in memory that the parent process can map, which saves one copy.
+    """
     num_bytes = prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not _is_for_parent(num_bytes):
-        return (torch.zeros if zeros else torch.empty)(tuple(shape), dtype=dtype, device=device)
-    block = allocate_block(num_bytes)
+    is_large = device.type == "cpu" and num_bytes >= _LARGE_BYTES
+    block = allocate_block(num_bytes) if is_large else None
     if block is not None:
         tensor = block.view(dtype).view(tuple(shape))
         return tensor.zero_() if zeros else tensor
-    # A worker of torch's: its parent maps the segment, which the system hands out filled with zeros.
+    # A process that is daemonic and offers no blocks is a worker of torch's; ranks that a launcher starts are not.
+    if not (is_large and multiprocessing.current_process().daemon):
+        return (torch.zeros if zeros else torch.empty)(tuple(shape), dtype=dtype, device=device)
+    # Its parent maps the segment, which the system hands out filled with zeros.
     segment = torch.UntypedStorage._new_shared(num_bytes)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype).set_(segment, 0, tuple(shape))  # type: ignore[call-overload, no-any-return]
 

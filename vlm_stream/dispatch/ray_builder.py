@@ -1,9 +1,10 @@
 """A builder as a Ray actor: the far side of `ray_pool.py`.
 
-Enters: the config of each run that uses it, then blueprints. Leaves: parcels, which Ray keeps in its object store and
-the trainer reads in place. The event loop listens and begins to fetch; one thread builds. Several runs may use one
-builder, in turns by their shares; each rank of a run counts as one here, and those with the same config
-have one processor. A builder keeps nothing that matters: when it is lost, its blueprints are given to others.
+Enters: the config of each run that uses it, then blueprints. Leaves: parcels, which trainers read in place: from Ray's
+object store, or from blocks of this process (`blocks.py`) where it builds for one trainer alone, and that is on this
+machine. The event loop listens and begins to fetch; one thread builds. Several runs may use one builder, in turns by
+their shares; each rank of a run counts as one here, and those with the same config have one processor. A builder keeps
+nothing that matters: when it is lost, its blueprints are given to others.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from vlm_stream.allocator import keep_freed_memory, resident_bytes
+from vlm_stream.blocks import BlockPool, find_realm, offer_blocks
 from vlm_stream.dispatch.parcel import pack
 from vlm_stream.dispatch.worker import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vlm_stream.blueprint import Blueprint, SampleRef
     from vlm_stream.build import Builder
@@ -41,6 +43,8 @@ class Place(NamedTuple):
     node: str
     address: str
     pid: int
+    realm: str | None = None
+    """In which its process id counts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +130,8 @@ class RayBuilder:
         self._current: tuple[str, float] | None = None
         """Whose batch is being built, and since when."""
         self._changed = threading.Condition()
+        self._blocks: BlockPool | None = None
+        """Of a builder of one run, whose trainer can read them."""
         self._begun_at = time.monotonic()
         self._busy_s = self._fetch_s = 0.0
         self._num_built = self._num_failed = self._num_helped = self._num_bytes = 0
@@ -154,14 +160,21 @@ class RayBuilder:
             raise
         context = ray.get_runtime_context()
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return Place(context.get_node_id(), address, os.getpid())
+        return Place(context.get_node_id(), address, os.getpid(), find_realm())
 
     async def build(
-        self, run: str, ticket: int, blueprint: Blueprint, skipped: Mapping[SampleRef, str], is_help: bool
+        self,
+        run: str,
+        ticket: int,
+        blueprint: Blueprint,
+        skipped: Mapping[SampleRef, str],
+        is_help: bool,
+        returned: Sequence[tuple[int, int]] | None = None,
     ) -> Any:
         """Build a batch in its turn, perhaps one that another builder is late with.
 
-        Calls may arrive in any order. So each has a ticket of its own, by which it is dropped, and no other.
+        Calls may arrive in any order. So each has a ticket of its own, by which it is dropped, and no other. With the
+        blocks that the trainer is done with, it says that it can read blocks.
 
         Returns:
             `("done", resident bytes, text, buffers)`, `("failed", failure)`, `("unknown",)` if it was not opened for
@@ -172,6 +185,10 @@ class RayBuilder:
             return ("unknown",)
         builder = opened.result()
         self._num_helped += is_help
+        if returned is not None:
+            self._blocks = self._blocks or offer_blocks()
+            self._blocks.is_welcome = True
+            self._blocks.take_back(returned)
         try:
             reading = builder.begin(blueprint)
         except Exception as error:
@@ -281,7 +298,7 @@ class RayBuilder:
     def _build(self, job: _Job) -> tuple[Any, ...]:
         try:
             delivery = job.builder.finish(job.blueprint, job.reading, job.skipped)
-            text, buffers = pack(delivery)
+            text, buffers = pack(delivery, self._blocks)
         except BaseException as error:
             self._num_failed += 1
             return "failed", describe(error)

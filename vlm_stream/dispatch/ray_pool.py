@@ -1,9 +1,9 @@
 """Builders on a Ray cluster: actors of this run, or those of a named pool that several runs use.
 
-Enters: a build config and blueprints. Leaves: deliveries, read in place from Ray's object store. Ray places actors,
-moves their results and tells of their deaths; nothing else is asked of it. An actor is lost when its process, its
-machine, the network or a result in the object store is: the dispatcher then gives its blueprints to others. Ray's own
-threads only put what happened into a queue; one thread of ours reports it.
+Enters: a build config and blueprints. Leaves: deliveries, read in place from Ray's object store, or from the memory of
+builders of this machine. Ray places actors, moves their results and tells of their deaths; nothing else is asked of it.
+An actor is lost when its process, its machine, the network or a result is: the dispatcher then gives its blueprints to
+others. Ray's own threads only put what happened into a queue; one thread of ours reports it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from vlm_stream.blocks import BlockReader, look_into
 from vlm_stream.dispatch.parcel import unpack
 from vlm_stream.dispatch.pool import Failure, Finished, Joined, Lost
 from vlm_stream.dispatch.processes import ProcessPool, for_processes
@@ -58,8 +59,14 @@ class _Remote:
     """In a named pool."""
     place: Place | None = None
     """None: it is not ready yet."""
+    blocks: BlockReader | None = None
+    """Where it is on this machine and builds for nobody else; others' batches lie in the object store."""
     tickets: dict[int, int] = field(default_factory=dict)
     """Of the batches that it has, by number."""
+
+    def close_blocks(self) -> None:
+        if self.blocks is not None:
+            self.blocks.close()
 
     @property
     def is_guest(self) -> bool:
@@ -146,7 +153,8 @@ class RayPool:
         elif (remote := self._remotes.get(builder)) is not None:
             is_help = any(number in each.tickets for each in list(self._remotes.values()))
             ticket = remote.tickets[number] = next(self._tickets)
-            ref = self._ask(builder, "build", self._run, ticket, blueprint, dict(skipped), is_help)
+            more = is_help, None if remote.blocks is None else remote.blocks.to_return()
+            ref = self._ask(builder, "build", self._run, ticket, blueprint, dict(skipped), *more)
             self._when_done(ref, functools.partial(self._on_built, builder, number, ref))
 
     def drop(self, builder: int, number: int) -> None:
@@ -183,7 +191,8 @@ class RayPool:
         self._inbox.put(None)
         if self._guests is not None:
             self._guests.close()
-        for builder, remote in list(self._remotes.items()):
+        remotes = dict(self._remotes)
+        for builder, remote in remotes.items():
             if remote.is_guest:
                 self._ask(builder, "close", self._run)
             else:
@@ -192,6 +201,8 @@ class RayPool:
         if self._local is not None:
             self._local.close()
         self._thread.join(_JOIN_S)
+        for remote in remotes.values():
+            remote.close_blocks()
         if self._guests is not None:
             self._guests.join()
 
@@ -296,6 +307,8 @@ class RayPool:
             return
         self._num_failed_starts = 0
         remote.place = future.result()
+        if not (remote.is_guest or self._is_shared):
+            remote.blocks = look_into(remote.place.pid, remote.place.realm)
         self._note_nodes()
         self._when_done(self._ask(number, "wait", self._run), functools.partial(self._on_gone, number))
         self._report(Joined(number, remote.kind, remote.place.address))
@@ -317,7 +330,11 @@ class RayPool:
                 self._lose(builder, "does not know this run any more")
             else:
                 _, resident, text, buffers = answer
-                delivery = unpack(text, buffers, copies=self._is_shared)
+                try:
+                    delivery = unpack(text, buffers, copies=self._is_shared)
+                except OSError as error:
+                    self._lose(builder, f"is gone with a batch that was to be read ({error})")
+                    return
                 self._report(Finished(builder, number, delivery, resident, ref))
 
     def _on_gone(self, builder: int, future: Any) -> None:
@@ -329,6 +346,7 @@ class RayPool:
         remote = self._remotes.pop(builder, None)
         if remote is None:
             return
+        remote.close_blocks()
         self._note_nodes()
         if self._guests is not None:
             self._guests.lose(remote.name)

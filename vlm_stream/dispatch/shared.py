@@ -16,7 +16,6 @@ import functools
 import logging
 import mmap
 import os
-import pickle
 import queue
 import shutil
 import tempfile
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, Type
 
 import numpy as np
 
-from vlm_stream.dispatch.parcel import pack, unpack
+from vlm_stream.dispatch.parcel import join, pack, split, unpack
 from vlm_stream.dispatch.pool import PEER, Failure, Finished, Lent, Unlent
 from vlm_stream.errors import WorkerError, hide_secrets
 
@@ -329,15 +328,11 @@ def _remove_if_dead(folder: Path) -> None:
 
 
 def _write(path: Path, value: Any) -> int:
-    """Write a value: how long its parts are, its text, its buffers, each at a multiple of 64 bytes."""
-    text, buffers = pack(value)
-    head = pickle.dumps((len(text), [buffer.nbytes for buffer in buffers]))
+    """Write a value; return how many bytes it took."""
     new = path.with_suffix(".new")
     with new.open("wb") as file:
-        file.write(len(head).to_bytes(8, "little") + head + text)
-        for buffer in buffers:
-            file.write(bytes(-file.tell() % 64))
-            file.write(buffer.data)
+        for part in join(pack(value)):
+            file.write(part)
         size = file.tell()
     new.replace(path)  # nobody sees half of it
     return size
@@ -347,13 +342,6 @@ def _read(path: Path) -> Delivery:
     """Return what was written, in the same memory; what a trainer changes in it is copied then, page by page."""
     with path.open("rb") as file:
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    at = 8 + int.from_bytes(pages[:8], "little")
-    text_size, sizes = pickle.loads(pages[8:at])  # noqa: S301 - a file of this user's, in a folder of their own
-    text, at = pages[at : at + text_size], at + text_size
-    buffers = []
-    for size in sizes:
-        at += -at % 64
-        buffers.append(np.frombuffer(pages, np.uint8, size, at))
-        at += size
+    text, buffers = split(np.frombuffer(pages, np.uint8))  # a file of this user's, in a folder of their own
     delivery: Delivery = unpack(text, buffers, copies=False)
     return delivery
