@@ -162,7 +162,7 @@ def read_frames(place: dict[str, Any]) -> Callable[[int], Any]:
     def read(num_frames: int) -> Any:
         rule = _rule(num_frames)
         cutter = Cutter(rule, ReadOptions())
-        data = dataset.tables([drawn.table])[0] if cutter.may_cut(drawn) else None
+        data = dataset.tables([drawn.table])[0].result() if cutter.may_cut(drawn) else None
         cut = None if data is None else cutter.cut(drawn, data)
         if cut is None:
             return whole(num_frames)
