@@ -11,6 +11,8 @@ one SeaweedFS server behind one proxy, which adds the latency and counts request
 nearly free; `--gbit` limits what all connections of the proxy carry together. `core s` is the processor time of the
 reading process alone, so what a core of builders reads when they wait for nothing; server and proxy share the machine.
 
+One clip at a time measures how long a clip takes; clips a second of runs that read ahead are in `video_runs`.
+
 `convert`: clips a second with and without tables, local, one process, in turns.
 """
 
@@ -98,9 +100,7 @@ def write_records(folder: Path, files: list[Path]) -> Path:
 
 def run_way(way: str, place: dict[str, Any]) -> None:
     """Read the frames of one clip as often as asked; print seconds, frames' checksum, and memory."""
-    read = {"frames": read_frames, "whole": read_whole, "decord": read_decord, "torchcodec": read_torchcodec}[way](
-        place
-    )
+    read = READERS[way](place)
     before = _memory("VmRSS")
     for line in sys.stdin:
         num_frames = int(line)
@@ -162,7 +162,7 @@ def read_frames(place: dict[str, Any]) -> Callable[[int], Any]:
     def read(num_frames: int) -> Any:
         rule = _rule(num_frames)
         cutter = Cutter(rule, ReadOptions())
-        data = dataset.tables([drawn.table])[0] if cutter.may_cut(drawn) else None
+        data = dataset.tables([drawn.table])[0].result() if cutter.may_cut(drawn) else None
         cut = None if data is None else cutter.cut(drawn, data)
         if cut is None:
             return whole(num_frames)
@@ -214,13 +214,15 @@ def read_torchcodec(place: dict[str, Any]) -> Callable[[int], Any]:
     path = f"{place['url'].removeprefix('s3://')}/{place['file']}"
 
     def read(num_frames: int) -> Any:
-        with files.open(path, "rb") as file:
+        with files.open(path, "rb", buffer_size=place.get("buffer")) as file:
             video = VideoDecoder(file, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="approximate")
             picks = np.rint(np.linspace(0, len(video) - 1, num_frames)).astype(int).tolist()
             return video.get_frames_at(picks).data.numpy()
 
     return read
 
+
+READERS = {"frames": read_frames, "whole": read_whole, "decord": read_decord, "torchcodec": read_torchcodec}
 
 # --- The table ----------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from vlm_stream.collate import Family, family_of
@@ -157,9 +158,9 @@ class Datasets:
             found.update(zip(own, drawn, strict=True))
         return [found[ref] for ref in refs]
 
-    def tables(self, refs: Sequence[Ref], drawn: Sequence[Drawn]) -> list[bytes | None]:
-        """Return the tables of samples' clips; None where there are none, or not those that the index describes."""
-        found: dict[int, bytes | None] = {}
+    def tables(self, refs: Sequence[Ref], drawn: Sequence[Drawn]) -> list[Future[bytes | None]]:
+        """Begin to read the tables of samples' clips: None where they are not there, or not as the index says."""
+        found: dict[int, Future[bytes | None]] = {}
         for number in {ref.source for ref in refs}:
             own = [place for place, ref in enumerate(refs) if ref.source == number]
             places = [table for place in own if (table := drawn[place].table) is not None]

@@ -8,10 +8,12 @@ but the manifest's list of shards.
 from __future__ import annotations
 
 import logging
+from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -51,8 +53,28 @@ if TYPE_CHECKING:
     from vlm_stream.world import World
 
     Ints = npt.NDArray[np.int64]
+    Tables = dict[int, Future[bytes | None]]
 
 logger = logging.getLogger(__name__)
+
+_MOST_TABLES: Final = 32
+"""That are read ahead; those of one batch always are."""
+
+
+class _Looked(NamedTuple):
+    """A micro-batch whose samples were looked up, and the tables of its clips, which are being read."""
+
+    step: Step
+    rank: int
+    micro: int
+    refs: Sequence[Ref]
+    drawn: Sequence[Drawn]
+    tables: Tables
+
+    @property
+    def has_tables(self) -> bool:
+        """Tell whether there is nothing to wait for."""
+        return all(table.done() for table in self.tables.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +101,14 @@ class Plan:
         """Yield the micro-batches of one rank, from the start or from a state on."""
         step = None
         options = self.build.options
+        looked: deque[_Looked] = deque()
         for step in self.planner.steps(options.shape(world.size), state):
             for micro in range(step.micro_begin, step.shape.micro_batches):
-                blueprint = self.blueprint(step, world.rank, micro)
-                yield Planned(blueprint, partial(step.state_after, micro), step.positions)
+                looked.append(self._look(step, world.rank, micro))
+                # Nobody waits for a table while those of later batches can be asked for.
+                while looked and (looked[0].has_tables or sum(len(each.tables) for each in looked) >= _MOST_TABLES):
+                    yield self._planned(looked.popleft())
+        yield from map(self._planned, looked)
         if step is None and state is None:
             limits = {name: getattr(options, name) for name in ("pack_size", "max_length", "token_budget")}
             raise DatasetError(
@@ -99,31 +125,47 @@ class Plan:
 
     def blueprint(self, step: Step, rank: int, micro: int) -> Blueprint:
         """Return one micro-batch of a step, for one rank."""
-        rows = step.refs(rank, micro)
-        pieces = self.pieces([ref for row in rows for ref in row])
+        return self._planned(self._look(step, rank, micro)).blueprint
+
+    def _look(self, step: Step, rank: int, micro: int) -> _Looked:
+        refs = [ref for row in step.refs(rank, micro) for ref in row]
+        return _Looked(step, rank, micro, refs, *self._draw(refs))
+
+    def _planned(self, looked: _Looked) -> Planned:
+        step, rank, micro = looked.step, looked.rank, looked.micro
+        pieces = self._pieces(looked.refs, looked.drawn, looked.tables)
         dropped = step.dropped if micro == step.micro_begin else ()
         given = iter(pieces)
-        return Blueprint(
+        blueprint = Blueprint(
             name=BatchName(self.planner.digest, step.index, rank, micro),
-            rows=tuple(tuple(next(given) for _ in row) for row in rows),
+            rows=tuple(tuple(next(given) for _ in row) for row in step.refs(rank, micro)),
             dropped=tuple(self._entry(note) for note in dropped),
             work=work_of(pieces, step.tokens(rank, micro)),
             labels=step.labels(rank, micro),
             step_labels=step.total_labels,
             num_in_step=step.shape.world_size * step.shape.micro_batches,
         )
+        return Planned(blueprint, partial(step.state_after, micro), step.positions)
 
     def pieces(self, refs: Sequence[Ref]) -> list[Piece]:
         """Return what builders must know of samples: of long clips only what holds the frames that are seen."""
+        return self._pieces(refs, *self._draw(refs))
+
+    def _draw(self, refs: Sequence[Ref]) -> tuple[list[Drawn], Tables]:
+        """Look samples up, and begin to read the tables of their clips; these stand by the places of their samples."""
         rule = self.build.frames
         drawn = [each._replace(sizes=choose_keyframes(each.sizes, rule)) for each in self.datasets.draw(refs)]
-        pieces = list(map(self._piece, refs, drawn))
         if self.cutter is None:
-            return pieces
+            return drawn, {}
         chosen = [place for place, sample in enumerate(drawn) if self.cutter.may_cut(sample)]
         tables = self.datasets.tables([refs[place] for place in chosen], [drawn[place] for place in chosen])
-        for place, data in zip(chosen, tables, strict=True):
-            if data is not None and (found := self.cutter.cut(drawn[place], data)) is not None:
+        return drawn, dict(zip(chosen, tables, strict=True))
+
+    def _pieces(self, refs: Sequence[Ref], drawn: Sequence[Drawn], tables: Tables) -> list[Piece]:
+        pieces = list(map(self._piece, refs, drawn))
+        for place, table in tables.items():
+            data = table.result()
+            if self.cutter and data is not None and (found := self.cutter.cut(drawn[place], data)) is not None:
                 pieces[place] = pieces[place]._replace(parts=found[0], clips=found[1])
         return pieces
 

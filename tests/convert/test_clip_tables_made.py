@@ -45,7 +45,7 @@ def _tables(folder: Path) -> dict[str, Any]:
     for index in dataset.indexes():
         for row in range(len(index)):
             place = index.table(row)
-            found[index.own_id(row)] = None if place is None else decode_sample(dataset.tables([place])[0])
+            found[index.own_id(row)] = None if place is None else decode_sample(dataset.tables([place])[0].result())
     return found
 
 

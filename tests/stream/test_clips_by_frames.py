@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import tarfile
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from vlm_stream.convert.recount import recount
 from vlm_stream.format import IndexCache, OpenDataset
 from vlm_stream.options import StreamOptions
 from vlm_stream.plan import Ref
-from vlm_stream.planning import open_plan
+from vlm_stream.planning import Plan, open_plan
 from vlm_stream.recipe import normalise_sources
 from vlm_stream.storage import StoreOptions, open_store, plan_requests
 from vlm_stream.testing import make_jpeg, make_mp4
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     from vlm_stream.blueprint import Blueprint, Piece
     from vlm_stream.build import Delivery
-    from vlm_stream.planning import Plan
 
 NOISE = "-f lavfi -i testsrc2=size=96x64:rate=25:duration=20,noise=alls=30:allf=t:all_seed=1"
 X264 = "-c:v libx264 -preset veryfast -g 25 -sc_threshold 0 -crf 12 -pix_fmt yuv420p"
@@ -203,7 +203,7 @@ def test_a_store_that_lets_nobody_list_forbids_what_is_missing(shards, caplog):
     with WebServer(files, missing=403) as server:
         dataset = OpenDataset(server.url, StoreOptions(allow_http=True), IndexCache())
         place = dataset.draw(0, [0])[0].table
-        assert dataset.tables([place]) == [None]
+        assert dataset.tables([place])[0].result() is None
     assert "so clips of its shard are read whole" in caplog.text
 
 
@@ -213,7 +213,11 @@ def _tables(folder: Path) -> dict[str, Any]:
     for index in dataset.indexes():
         for row in range(len(index)):
             if (place := index.table(row)) is not None:
-                found[index.own_id(row) or index.key(row)] = (index, row, decode_sample(dataset.tables([place])[0]))
+                found[index.own_id(row) or index.key(row)] = (
+                    index,
+                    row,
+                    decode_sample(dataset.tables([place])[0].result()),
+                )
     return found
 
 
@@ -392,6 +396,27 @@ def test_from_a_store_each_group_of_pictures_is_a_request(shards, processor, s3_
     spans = [list(each.blueprint.rows[0][0].reads) for each in plan.blueprints(World(0, 1))]
     planned = sum(len(plan_requests(each, plan.build.options.read())) for each in spans)
     assert by_frames[-1].reads.requests == planned
+
+
+def test_tables_of_later_batches_are_asked_for_while_one_is_waited_for(shards, processor, monkeypatch):
+    plan = _plan(shards, processor)
+    expected = [each.blueprint for each in plan.blueprints(World(0, 1))]
+    asked, read, look = [], OpenDataset._table, Plan._look
+    third_was_asked_for = threading.Event()
+
+    def wait(self: OpenDataset, place: Any) -> bytes | None:
+        asked.append(place)
+        if len(asked) == 3:
+            third_was_asked_for.set()
+        assert third_was_asked_for.wait(30)
+        return read(self, place)
+
+    monkeypatch.setattr(OpenDataset, "_table", wait)
+    assert [each.blueprint for each in plan.blueprints(World(0, 1))] == expected
+    looked = []
+    monkeypatch.setattr(Plan, "_look", lambda self, *args: looked.append(args) or look(self, *args))
+    next(replace(plan, cutter=None).blueprints(World(0, 1)))
+    assert len(looked) == 1  # without tables there is nothing to wait for
 
 
 def test_blueprints_travel_to_workers(shards, processor):

@@ -202,7 +202,7 @@ def test_verify_and_recount_know_parts_of_files(shards, processor, tmp_path):
     }
     dataset = OpenDataset(str(shards), None, IndexCache())
     drawn = _drawn(shards)
-    (tables,) = dataset.tables([drawn["closed"].table])
+    tables = dataset.tables([drawn["closed"].table])[0].result()
     assert decode_sample(tables).items[0].span == (8.0, 12.0, 0, 100)
 
 
@@ -236,7 +236,9 @@ def test_a_damaged_file_is_a_bad_sample_of_each_that_shows_it(shards, processor,
     copy = tmp_path / "copy"
     shutil.copytree(shards, copy)
     drawn = _drawn(copy)
-    table = decode_sample(OpenDataset(str(copy), None, IndexCache()).tables([drawn["odd"].table])[0]).clips["0.mp4"]
+    table = decode_sample(OpenDataset(str(copy), None, IndexCache()).tables([drawn["odd"].table])[0].result()).clips[
+        "0.mp4"
+    ]
     _, offset, _ = drawn["odd"].members[1]
     with (copy / "shard-000000.tar").open("r+b") as file:
         file.seek(offset + table.gop_range(0)[0] + 50)
@@ -285,7 +287,9 @@ def test_each_part_of_a_file_has_a_table_of_its_own_groups_of_pictures(media, tm
     make_shards(tmp_path / "records.jsonl", tmp_path / "out", media_dir=str(media), workers=1)
     dataset = OpenDataset(str(tmp_path / "out"), None, IndexCache())
     drawn = _drawn(tmp_path / "out")
-    tables = {own_id: decode_sample(dataset.tables([each.table])[0]).clips["0.mp4"] for own_id, each in drawn.items()}
+    tables = {
+        own_id: decode_sample(dataset.tables([each.table])[0].result()).clips["0.mp4"] for own_id, each in drawn.items()
+    }
     whole = tables.pop("whole")
     assert {table.num_gops for table in tables.values()} <= {1, 2}
     assert sum(len(table.offset) for table in tables.values()) < 1.2 * len(whole.offset)
@@ -441,7 +445,7 @@ def test_videos_of_one_clip_decode_their_own_groups_of_pictures(media, tmp_path,
     decoded = []
     decode = packets._Decoder.decode
     monkeypatch.setattr(
-        packets._Decoder, "decode", lambda self, run, parts, put: decoded.append(run) or decode(self, run, parts, put)
+        packets._Decoder, "decode", lambda self, run, *job: decoded.append(run) or decode(self, run, *job)
     )
     plan = _plan(tmp_path / "out", processor)
     (blueprint,) = (each.blueprint for each in plan.blueprints(World(0, 1)))

@@ -14,9 +14,9 @@ import numpy as np
 from vlm_stream.clips.table import ClipTable, pack_numbers, unpack_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
-    from vlm_stream.clips.table import Codec
+    from vlm_stream.clips.table import Codec, Ints
 
 
 class ClipRun(NamedTuple):
@@ -30,15 +30,11 @@ class ClipRun(NamedTuple):
     """The packets: place in the joined ranges, size, time; and the wanted frames: time, number."""
     num_packets: int
 
-    def packets(self) -> Iterator[tuple[int, int, int]]:
-        """Yield place, size and time of each packet."""
-        place, size, pts, _, _ = unpack_numbers(self.numbers, 5)
-        return zip(np.cumsum(place).tolist(), size.tolist(), np.cumsum(pts).tolist(), strict=True)
-
-    def wanted(self) -> dict[int, int]:
-        """Return the wanted frames by their times."""
-        *_, pts, frames = unpack_numbers(self.numbers, 5)
-        return dict(zip(pts.tolist(), frames.tolist(), strict=True))
+    def unpack(self) -> tuple[Ints, dict[int, int]]:
+        """Return [place, size, time] of the packets, and the wanted frames by their times."""
+        place, size, steps, pts, frames = unpack_numbers(self.numbers, 5)
+        packets = np.stack([np.cumsum(place), size, np.cumsum(steps)])
+        return packets, dict(zip(pts.tolist(), frames.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +20,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vlm_stream.clips.cut import ClipCut, ClipRun
-    from vlm_stream.clips.table import Codec
+    from vlm_stream.clips.table import Codec, Ints
 
     Frames = npt.NDArray[np.uint8]
     Put = Callable[[int, Frames], None]
+    Job = tuple[ClipRun, Sequence[memoryview], Ints, dict[int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,8 +48,12 @@ class PickedClip:
         Raises:
             BadSampleError: One of them cannot be decoded.
         """
-        pairs = zip(self.cut.runs, self.ranges, strict=True)
-        jobs = [pair for pair in pairs if not set(wanted).isdisjoint(pair[0].wanted().values())]
+        jobs = [
+            (run, parts, packets, left)
+            for run, parts in zip(self.cut.runs, self.ranges, strict=True)
+            for packets, left in [run.unpack()]
+            if not set(wanted).isdisjoint(left.values())
+        ]
         num_threads = max(min(self.threads, len(jobs)), 1)
         try:
             free = deque(_Decoder(self.cut.codec) for _ in range(num_threads))
@@ -57,7 +61,7 @@ class PickedClip:
             fact = f"PyAV cannot decode {self.cut.codec.name} here ({say_error(error)})"
             raise BadSampleError("decode", "bad_video", fact) from error
 
-        def decode(job: tuple[ClipRun, Sequence[memoryview]]) -> None:
+        def decode(job: Job) -> None:
             decoder = free.pop()  # there is one for each thread
             try:
                 decoder.decode(*job, put)
@@ -123,12 +127,11 @@ class _Decoder:
         self._context = _open(codec)
         self._colours = Colours()
 
-    def decode(self, run: ClipRun, parts: Sequence[memoryview], put: Put) -> None:
-        """Hand over the wanted pictures of a run by number, each as it comes."""
+    def decode(self, run: ClipRun, parts: Sequence[memoryview], packets: Ints, left: dict[int, int], put: Put) -> None:
+        """Hand over the wanted pictures of a run, `left`, by number, each as it comes."""
         data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-        left = run.wanted()
         try:
-            self._take(_packets(run, data, Fraction(*self._codec.time_base)), left, put)
+            self._take(_packets(packets, data), left, put)
         except Exception as error:  # FFmpeg's tree, and what damaged numbers lead to
             fact = f"the pictures at {run.seconds[0]:.2f} s cannot be decoded"
             raise blame_sample(error, "decode", "bad_video", fact) from error
@@ -142,10 +145,11 @@ class _Decoder:
         """Hand over the pictures of `left`, which names them by time, and take them out of it."""
         wanted = set(left)
         # Of pictures that no other needs, only the wanted ones are decoded. Other codecs do not mark them for sure.
-        is_skipping = self._codec.name == "h264"
+        may_skip, skipped = self._codec.name == "h264", ""
         for packet in packets:
-            if is_skipping and packet is not None:
-                self._context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
+            skip = "DEFAULT" if packet is None or packet.pts in wanted else "NONREF"
+            if may_skip and skip != skipped:
+                self._context.skip_frame = skipped = skip
             for frame in self._context.decode(packet):
                 number = left.pop(frame.pts, None)
                 if number is not None:
@@ -169,13 +173,13 @@ def _open(codec: Codec) -> Any:
     return context
 
 
-def _packets(run: ClipRun, data: memoryview, time_base: Fraction) -> Iterator[Any]:
+def _packets(packets: Ints, data: memoryview) -> Iterator[Any]:
     """Yield the packets of a run, and None: then a decoder gives what it holds back."""
     import av
 
-    for place, size, pts in run.packets():
+    for place, size, pts in packets.T.tolist():
         packet: Any = av.Packet(bytes(data[place : place + size]))
-        packet.pts, packet.time_base = pts, time_base
+        packet.pts = pts
         yield packet
     yield None
 

@@ -15,7 +15,7 @@ import hashlib
 import logging
 import os
 from collections import OrderedDict, defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
@@ -271,10 +271,10 @@ class OpenDataset:
         _, offset, size = member
         return drawn.span._replace(offset=offset, size=size, crc32c=None, members=(member,))
 
-    def tables(self, places: Sequence[TablePlace]) -> list[bytes | None]:
-        """Return the tables of some samples' clips; None where they are not there, or not as the index says."""
-        with ThreadPoolExecutor(max(1, min(_FETCHING, len(places)))) as pool:
-            return list(pool.map(self._table, places))
+    def tables(self, places: Sequence[TablePlace]) -> list[Future[bytes | None]]:
+        """Begin to read the tables of some samples' clips: None where they are not there, or not as the index says."""
+        pool = ThreadPoolExecutor(_FETCHING)  # its threads end with the last table: nobody else has it
+        return [pool.submit(self._table, place) for place in places]
 
     def _table(self, place: TablePlace) -> bytes | None:
         try:
