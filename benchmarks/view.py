@@ -90,7 +90,10 @@ def view(base: str, path: str, pool: ThreadPoolExecutor) -> dict[str, float]:
 
 
 def serve(url: str, options: Any, processor: str, told: Connection) -> None:
-    """Start a viewer as `vlm-stream view` does, tell its address, and what it has read when asked."""
+    """Start a viewer as `vlm-stream view` does, tell its address, and what it has read when asked.
+
+    What comes first is the state of the run that it shows; for None, it tells that of a run after some steps, and ends.
+    """
     from vlm_stream.planning import open_plan
     from vlm_stream.processors import open_processor
     from vlm_stream.recipe import normalise_sources

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 
 from tests.view.conftest import open_viewer
 from tests.waiting import wait_for
@@ -15,6 +16,8 @@ from vlm_stream.options import StreamOptions
 from vlm_stream.planning import open_plan
 from vlm_stream.recipe import normalise_sources
 from vlm_stream.view import steps as steps_module
+from vlm_stream.view.page_compare import compare
+from vlm_stream.view.server import make_app
 from vlm_stream.view.steps import Walk
 from vlm_stream.view.viewer import Pace
 
@@ -101,3 +104,13 @@ def test_walks_end_with_their_viewer(mixed_shards, monkeypatch):
     viewer.close()
     walker.join(240)
     assert not walker.is_alive()
+
+
+def test_a_plan_is_looked_through_once_for_many_comparisons(mixed_shards):
+    viewer = open_viewer(mixed_shards)
+    book = viewer.book
+    assert TestClient(make_app(viewer)).get("/compare").status_code == 200
+    wait_for(lambda: 50 in book.walk(book.base).compared)  # while the form is filled in
+    assert compare(book, book.base, 50) is book.walk(book.base).compared[50]
+    assert compare(book, book.base, 2).report.steps == 2
+    viewer.close()
