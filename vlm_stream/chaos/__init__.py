@@ -9,8 +9,6 @@ a process of its own), `crew.py` (all ranks in lock step; kills and resumes), `c
 `faults.py` (what can happen), `run.py` (draws them and counts), `proxy.py` (spoils what a server sends).
 """
 
-from __future__ import annotations
-
 from vlm_stream.chaos.proxy import Fault, FaultProxy
 from vlm_stream.chaos.run import ChaosOptions, Report, Row, run_chaos
 from vlm_stream.chaos.trainer import digest_of
