@@ -1,6 +1,6 @@
 import pytest
 
-from vlm_stream.errors import BadBudgetError
+from vlm_stream.errors import BadBudgetError, ConfigError
 from vlm_stream.ledger import BadSample, Ledger
 
 
@@ -74,3 +74,16 @@ def test_a_line_of_the_ledger_is_one_line_that_no_terminal_obeys() -> None:
     assert BadSample.from_json(bad.to_json()) == bad
     harmless = "é 中文 👩\u200d👩 עברית"
     assert BadSample(source="", sample=harmless, stage="", reason="", detail="").sample == harmless
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    ledger = Ledger()
+    for place, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "x.jsonl", "(Not a directory|File exists)")):
+        (tmp_path / "file").touch()
+        with pytest.raises(
+            ConfigError, match=rf"the ledger .* cannot be written \({why}\).*choose another ledger_path"
+        ):
+            ledger.append_to(place)
+    ledger.append_to(tmp_path / "new" / "ledger.jsonl")
+    ledger.add(bad())
+    assert len((tmp_path / "new" / "ledger.jsonl").read_text().splitlines()) == 1

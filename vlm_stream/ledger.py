@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from vlm_stream.errors import BadBudgetError, clean, shorten
+from vlm_stream.errors import BadBudgetError, ConfigError, clean, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,22 @@ class Ledger:
         self.num_seen = 0
         self.counts: Counter[tuple[str, str]] = Counter()
         self.newest: deque[BadSample] = deque(maxlen=keep)
+
+    def append_to(self, path: Path) -> None:
+        """Append a line to a file for each bad sample from here on.
+
+        Raises:
+            ConfigError: No file can be written there, which is better known before the run than in it.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a", encoding="utf-8").close()
+        except OSError as error:
+            raise ConfigError(
+                f"the ledger {path} cannot be written ({error.strerror or error}), so bad samples would be named "
+                f"nowhere; choose another ledger_path, or leave it out"
+            ) from error
+        self.path = path
 
     @property
     def num_bad(self) -> int:
