@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _TURNS: Final = ("messages", "conversations", "conversation", "texts")
 """Columns that hold turns: whoever has one means it to be read."""
 
+_SAID: Final = tuple(name for name in LAYOUTS if name != "energon")
+"""Layouts that somebody can name: that of Energon comes with its datasets."""
+
 
 def guess_fields(samples: Sequence[tuple[Sequence[str], Mapping[str, bytes]]]) -> FieldMap:
     """Return the layout that the first samples of tars show.
@@ -53,7 +56,7 @@ def guess_fields(samples: Sequence[tuple[Sequence[str], Mapping[str, bytes]]]) -
     keys = f" with the fields {', '.join(sorted(records[0]))}" if records[0] else ""
     raise ConfigError(
         f"the first sample has the members {', '.join(samples[0][0]) or 'none'}{keys}: no known layout, so it cannot "
-        f"become a conversation. Name one with --layout ({', '.join(LAYOUTS)}) and --columns, --tags or --caption."
+        f"become a conversation. Name one with --layout ({', '.join(_SAID)}) and --columns, --tags or --caption."
     )
 
 
