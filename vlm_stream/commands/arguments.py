@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -78,6 +79,24 @@ def parse_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def parse_count(text: str) -> int:
+    """Read a whole number of at least 1 for argparse."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is no number of things; give a whole number of at least 1")
+    return int(text)
+
+
+def parse_duration(text: str) -> float:
+    """Read seconds or minutes for argparse: a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is no length of time; give a number above 0")
+    return number
+
+
 def parse_mapping(text: str | None) -> dict[str, str]:
     """Read `a=b,c=d`.
 
@@ -118,7 +137,7 @@ def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
     for option in flag_fields():
         flag = f"--{option.name.replace('_', '-')}"
         group.add_argument(flag, metavar="X", help=option.metadata["help"].removesuffix("."))
-    group.add_argument("--world", type=int, metavar="N", help="data-parallel ranks (default: 1)")
+    group.add_argument("--world", type=parse_count, metavar="N", help="data-parallel ranks (default: 1)")
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other option")
     add_store_arguments(parser)
 
@@ -248,7 +267,7 @@ def _read_file(path: Path) -> Any:
     except Exception as error:  # torch raises whatever the bytes happen to make it raise
         raise ConfigError(
             f"{path} is neither JSON nor a file of torch.save that can be read without running code in it "
-            f"({str(error).splitlines()[0]:.120}); {_WAY_OUT}"
+            f"({next(iter(str(error).splitlines()), 'it is empty'):.120}); {_WAY_OUT}"
         ) from error
 
 
