@@ -331,7 +331,7 @@ def test_bench_runs_a_loader_and_prints_its_numbers(capsys, toy_shards, saved_pr
 
 def test_bench_counts_from_the_first_batch(capsys, toy_shards, saved_processor):
     arguments = ["--processor", saved_processor, "--pack-size", 1024, "--set", "num_workers=1"]
-    _, out, _ = call(capsys, "bench", toy_shards, *arguments, "--seconds", 0, "--json")
+    _, out, _ = call(capsys, "bench", toy_shards, *arguments, "--seconds", 1e-9, "--json")
     numbers = json.loads(out)
     assert numbers["batches"] == 1  # however long the start took
     _, out, _ = call(capsys, "bench", toy_shards, *arguments, "--json")
