@@ -73,8 +73,10 @@ def test_ctrl_c_promises_no_more_than_the_command_holds(monkeypatch, capsys, toy
             ("stats", "error: interrupted\n"),
             ("recount", "error: interrupted; what was finished stays, run the same command again to go on\n"),
         ):
-            monkeypatch.setattr(f"vlm_stream.commands.{command}.run", interrupt)
-            assert main([command, str(toy_shards), *(["--processor", "x"] if command == "recount" else [])]) == 130
-            assert capsys.readouterr().err == sentence
+            for point in ("run", "add_arguments"):  # at work, and before it
+                with monkeypatch.context() as patched:
+                    patched.setattr(f"vlm_stream.commands.{command}.{point}", interrupt)
+                    assert main([command, str(toy_shards), "--processor", "x"]) == 130
+                assert capsys.readouterr().err == sentence
     finally:
         signal.signal(signal.SIGINT, before)

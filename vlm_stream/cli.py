@@ -56,6 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(name: str, arguments: Sequence[str], *, prog: str) -> int:
     """Parse the arguments of one command, run it, and turn its errors into one sentence and an exit code."""
+    try:
+        return _run_command(name, arguments, prog)
+    except KeyboardInterrupt:  # while it works, or before: imports take longer than a user who has seen a typo
+        stays = "; what was finished stays, run the same command again to go on" if name in _GOES_ON else ""
+        return _fail(f"interrupted{stays}", _EXIT_INTERRUPTED)
+
+
+def _run_command(name: str, arguments: Sequence[str], prog: str) -> int:
     command = import_module(f"vlm_stream.commands.{name.replace('-', '_')}")
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -77,9 +85,6 @@ def run_command(name: str, arguments: Sequence[str], *, prog: str) -> int:
         if args.verbose:
             raise
         return _fail(str(error), _EXIT_USAGE if isinstance(error, _UNUSABLE) else _EXIT_PROBLEM)
-    except KeyboardInterrupt:
-        stays = "; what was finished stays, run the same command again to go on" if name in _GOES_ON else ""
-        return _fail(f"interrupted{stays}", _EXIT_INTERRUPTED)
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         sys.stderr.close()
         return _EXIT_PROBLEM
