@@ -19,6 +19,12 @@ def test_people_read_place_stage_and_reason():
     assert str(bad(shard="s.tar", offset=7)) == "a: k0 in s.tar at byte 7: read: crc_mismatch: differs"
 
 
+def test_people_read_the_place_of_a_record_once():
+    nameless = bad(sample="a.json[7]", origin="a.json[7]", detail="a.json[7]: turn 2 has no role")
+    assert str(nameless) == "a: a.json[7]: read: crc_mismatch: turn 2 has no role"
+    assert str(bad(origin="a.json[7]")) == "a: k0 (a.json[7]): read: crc_mismatch: differs"
+
+
 def test_counts_by_reason():
     ledger = Ledger()
     ledger.saw(5)

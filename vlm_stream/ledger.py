@@ -71,11 +71,12 @@ class BadSample:
         return cls(**json.loads(line))
 
     def __str__(self) -> str:
-        origin = f" ({self.origin})" if self.origin else ""
+        origin = f" ({self.origin})" if self.origin not in ("", self.sample) else ""
+        detail = self.detail.removeprefix(f"{self.origin}: ")
         place = f" in {self.shard}" + (f" at byte {self.offset}" if self.offset >= 0 else "") if self.shard else ""
         own = " ".join(filter(None, (self.entry, self.id)))
         name = f"{self.sample} ({own})" if own else self.sample
-        return f"{self.source}: {name}{origin}{place}: {self.stage}: {self.reason}: {self.detail}"
+        return f"{self.source}: {name}{origin}{place}: {self.stage}: {self.reason}: {detail}"
 
 
 class Ledger:
