@@ -370,6 +370,7 @@ def test_a_recipe_may_stand_where_datasets_do(capsys, toy_shards, saved_processo
         (["plan", "DATA", "--pack-size", "1024", "--sweep", "window"], "names no values"),
         (["plan", "DATA", "--pack-size", "1024", "--set", "windw=3"], "there is no option 'windw'; did you mean"),
         (["plan", "DATA", "--pack-size", "1024", "--set", "epochs=null"], "the plan has no end"),
+        (["plan", "DATA", "--pack-size", "1024", "--set", "num_workers=x"], "num_workers is 'x', which it cannot be"),
         (["plan", "DATA", "--pack-size", "1024", "--set", "x"], "has no '='"),
         (
             ["where", "DATA", "--pack-size", "1024", "--key", "nobody"],

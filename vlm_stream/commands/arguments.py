@@ -186,8 +186,10 @@ def _is_blend(name: str) -> bool:
 
 
 def split_options(arguments: dict[str, Any]) -> tuple[Any, Any, StreamOptions]:
-    """Return sources, processor and the options of a stream, without what only a running loader needs."""
-    others = (*RUN_ARGUMENTS, *(option.name for option in fields(LoaderOptions)))
+    """Return sources, processor and the options of a stream; what only a running loader needs is checked, too."""
+    own = {option.name: arguments[option.name] for option in fields(LoaderOptions) if option.name in arguments}
+    LoaderOptions(**own)
+    others = (*RUN_ARGUMENTS, *own)
     options = {name: value for name, value in arguments.items() if name not in others}
     if arguments.get("device") is not None:  # builders then send what is finished there
         options = {"pixels": "compact"} | options
