@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.conversation import MEDIA_TYPES
-from vlm_stream.errors import BadSampleError, ConfigError, SourceError
+from vlm_stream.errors import BadSampleError, ConfigError, DatasetError, SourceError
 from vlm_stream.format.fields import LAYOUTS, FieldMap, medium_of, parse_json
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def guess_fields(samples: Sequence[tuple[Sequence[str], Mapping[str, bytes]]]) -
 
     Raises:
         ConfigError: They show none; the sentence says what there is and how to name the layout.
+        DatasetError: They show two.
     """
     records = _records(samples)
     if _is_native(samples, records):
@@ -47,6 +48,7 @@ def guess_fields(samples: Sequence[tuple[Sequence[str], Mapping[str, bytes]]]) -
     if refused and has_turns:
         raise ConfigError(f"{refused} For tars, they go behind --layout sharegpt.")
     if form is not None and form.text is None:
+        _refuse_two_layouts(samples, records)
         return _to_fields(form)
     for (names, texts), record in zip(samples, records, strict=True):
         if any(map(medium_of, names)) and (found := _captions(texts, record)):
@@ -58,6 +60,23 @@ def guess_fields(samples: Sequence[tuple[Sequence[str], Mapping[str, bytes]]]) -
         f"the first sample has the members {', '.join(samples[0][0]) or 'none'}{keys}: no known layout, so it cannot "
         f"become a conversation. Name one with --layout ({', '.join(_SAID)}) and --columns, --tags or --caption."
     )
+
+
+def _refuse_two_layouts(
+    samples: Sequence[tuple[Sequence[str], Mapping[str, bytes]]], records: Sequence[dict[str, Any]]
+) -> None:
+    """Refuse captions and conversations in one tar, where more than a tenth would be left out as no conversations."""
+    captions = [
+        names
+        for (names, texts), record in zip(samples, records, strict=True)
+        if not record and any(map(medium_of, names)) and _captions(texts, record)
+    ]
+    if 10 * len(captions) > len(samples):
+        raise DatasetError(
+            f"of the first {len(samples)} samples {len(captions)} are media with a text, and others are conversations "
+            f"in JSON: an index has one layout, and leaves out what it does not fit. Put them into tars of their own, "
+            f"or say which are wanted with --layout caption or --layout sharegpt."
+        )
 
 
 def complete_fields(fields: FieldMap, samples: Sequence[tuple[Sequence[str], Mapping[str, bytes]]]) -> FieldMap:
