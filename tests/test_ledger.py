@@ -1,6 +1,6 @@
 import pytest
 
-from vlm_stream.errors import BadBudgetError
+from vlm_stream.errors import BadBudgetError, ConfigError
 from vlm_stream.ledger import BadSample, Ledger
 
 
@@ -17,6 +17,12 @@ def test_a_line_round_trips_and_leaves_out_what_is_unknown():
 
 def test_people_read_place_stage_and_reason():
     assert str(bad(shard="s.tar", offset=7)) == "a: k0 in s.tar at byte 7: read: crc_mismatch: differs"
+
+
+def test_people_read_the_place_of_a_record_once():
+    nameless = bad(sample="a.json[7]", origin="a.json[7]", detail="a.json[7]: turn 2 has no role")
+    assert str(nameless) == "a: a.json[7]: read: crc_mismatch: turn 2 has no role"
+    assert str(bad(origin="a.json[7]")) == "a: k0 (a.json[7]): read: crc_mismatch: differs"
 
 
 def test_counts_by_reason():
@@ -74,3 +80,16 @@ def test_a_line_of_the_ledger_is_one_line_that_no_terminal_obeys() -> None:
     assert BadSample.from_json(bad.to_json()) == bad
     harmless = "é 中文 👩\u200d👩 עברית"
     assert BadSample(source="", sample=harmless, stage="", reason="", detail="").sample == harmless
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    ledger = Ledger()
+    for place, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "x.jsonl", "(Not a directory|File exists)")):
+        (tmp_path / "file").touch()
+        with pytest.raises(
+            ConfigError, match=rf"the ledger .* cannot be written \({why}\).*choose another ledger_path"
+        ):
+            ledger.append_to(place)
+    ledger.append_to(tmp_path / "new" / "ledger.jsonl")
+    ledger.add(bad())
+    assert len((tmp_path / "new" / "ledger.jsonl").read_text().splitlines()) == 1

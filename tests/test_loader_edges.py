@@ -270,6 +270,11 @@ def test_every_rank_writes_a_ledger_of_its_own(toy_shards, processor, tmp_path):
     assert "fit: too_long" in repr(whole.ledger)
 
 
+def test_a_ledger_that_cannot_be_written_is_said_before_the_first_batch(toy_shards, processor, tmp_path):
+    with pytest.raises(ConfigError, match=r"the ledger .* cannot be written \(Is a directory\)"):
+        next(iter(StreamLoader(toy_shards, processor=processor, pack_size=400, ledger_path=tmp_path)))
+
+
 def test_whoever_counts_batches_gets_the_next_epoch(toy_shards, processor):
     both = StreamLoader(toy_shards, processor=processor, **PACKED)
     expected = [keys(both), keys(both)]

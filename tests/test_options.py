@@ -147,11 +147,17 @@ def test_every_option_has_one_sentence_of_help():
         ({"counts": 3}, "there is no option 'builders.counts'"),
         ({"num_cpus": -1}, "num_cpus is -1"),
         ({"num_cpus": "many"}, "builders.num_cpus is 'many'"),
+        (4, "builders is 4; Allowed: ray, the fields of RayBuilders"),
     ],
 )
 def test_builders_that_cannot_be_meant_are_refused(given, sentence):
     with pytest.raises(ConfigError, match=sentence):
         LoaderOptions(builders=given)
+
+
+def test_a_ledger_is_a_file_on_a_disk():
+    with pytest.raises(ConfigError, match=r"ledger_path is s3://b/bad\.jsonl, and a ledger is appended to"):
+        LoaderOptions(ledger_path="s3://b/bad.jsonl")
 
 
 def test_builders_and_workers_are_two_things():

@@ -8,6 +8,7 @@ Exit codes: 0 done, 1 the job failed or found problems, 2 the call, the input or
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -35,6 +36,7 @@ COMMANDS: Final = {
     "size": "how many cores a training needs, from a short measurement on your data",
 }
 
+_GOES_ON: Final = ("make-shards", "index", "recount")
 _UNUSABLE: Final = (InputError, DatasetError, NotFoundError, AccessError)
 _EXIT_PROBLEM: Final = 1
 _EXIT_USAGE: Final = 2
@@ -54,6 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(name: str, arguments: Sequence[str], *, prog: str) -> int:
     """Parse the arguments of one command, run it, and turn its errors into one sentence and an exit code."""
+    try:
+        return _run_command(name, arguments, prog)
+    except KeyboardInterrupt:  # while it works, or before: imports take longer than a user who has seen a typo
+        stays = "; what was finished stays, run the same command again to go on" if name in _GOES_ON else ""
+        return _fail(f"interrupted{stays}", _EXIT_INTERRUPTED)
+
+
+def _run_command(name: str, arguments: Sequence[str], prog: str) -> int:
     command = import_module(f"vlm_stream.commands.{name.replace('-', '_')}")
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -70,15 +80,19 @@ def run_command(name: str, arguments: Sequence[str], *, prog: str) -> int:
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     try:
         code: int = command.run(args)
+        sys.stdout.flush()
     except VlmStreamError as error:
         if args.verbose:
             raise
         return _fail(str(error), _EXIT_USAGE if isinstance(error, _UNUSABLE) else _EXIT_PROBLEM)
-    except KeyboardInterrupt:
-        return _fail("interrupted; what was finished stays, run the same command again to go on", _EXIT_INTERRUPTED)
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         sys.stderr.close()
         return _EXIT_PROBLEM
+    except OSError as error:
+        if args.verbose or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+        return _fail(f"the output could not be written ({error.strerror or error}), so it is not whole", _EXIT_PROBLEM)
     return code
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from vlm_stream.errors import BadBudgetError, clean, shorten
+from vlm_stream.errors import BadBudgetError, ConfigError, clean, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +71,12 @@ class BadSample:
         return cls(**json.loads(line))
 
     def __str__(self) -> str:
-        origin = f" ({self.origin})" if self.origin else ""
+        origin = f" ({self.origin})" if self.origin not in ("", self.sample) else ""
+        detail = self.detail.removeprefix(f"{self.origin}: ")
         place = f" in {self.shard}" + (f" at byte {self.offset}" if self.offset >= 0 else "") if self.shard else ""
         own = " ".join(filter(None, (self.entry, self.id)))
         name = f"{self.sample} ({own})" if own else self.sample
-        return f"{self.source}: {name}{origin}{place}: {self.stage}: {self.reason}: {self.detail}"
+        return f"{self.source}: {name}{origin}{place}: {self.stage}: {self.reason}: {detail}"
 
 
 class Ledger:
@@ -94,6 +95,22 @@ class Ledger:
         self.num_seen = 0
         self.counts: Counter[tuple[str, str]] = Counter()
         self.newest: deque[BadSample] = deque(maxlen=keep)
+
+    def append_to(self, path: Path) -> None:
+        """Append a line to a file for each bad sample from here on.
+
+        Raises:
+            ConfigError: No file can be written there, which is better known before the run than in it.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a", encoding="utf-8").close()
+        except OSError as error:
+            raise ConfigError(
+                f"the ledger {path} cannot be written ({error.strerror or error}), so bad samples would be named "
+                f"nowhere; choose another ledger_path, or leave it out"
+            ) from error
+        self.path = path
 
     @property
     def num_bad(self) -> int:

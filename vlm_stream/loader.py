@@ -157,7 +157,7 @@ class StreamLoader:
         if self._workers.ledger_path is not None:
             path = Path(self._workers.ledger_path)
             own = f".rank{world.rank}" if world.size > 1 else ""
-            self.ledger.path = path.with_name(path.stem + own + path.suffix)
+            self.ledger.append_to(path.with_name(path.stem + own + path.suffix))
         state = self._place.plan_state()
         open_plan = partial(self.stream.plan, self._place.rounds * (self.options.epochs or 0))
         iteration = Iteration(self, world, open_plan, state, self._workers, self._feed)

@@ -130,6 +130,11 @@ class LoaderOptions:
                 f"dtype={self.dtype} is that of pixels on a device, but no device is given, so nothing would be "
                 f"converted; give device= as well, or call finish_pixels(batch, dtype=...) yourself"
             )
+        if self.ledger_path is not None and "://" in os.fspath(self.ledger_path):
+            raise ConfigError(
+                f"ledger_path is {os.fspath(self.ledger_path)}, and a ledger is appended to, which no object store can "
+                f"do; give a path on a disk"
+            )
         if self.builders is not None and self.num_workers:
             raise ConfigError(
                 f"num_workers is {self.num_workers} and builders are given, so it is not known who shall build; leave "

@@ -123,8 +123,8 @@ def _check_nested(hint: Any, value: Any, prefix: str) -> None:
 
 def _choices(hint: Any) -> list[str]:
     """Return the values of the Literal in a type."""
-    values = [value for part in get_args(hint) for value in (get_args(part) or (part,))]
-    return [str(value) for value in values if value is not type(None)]
+    values = [value for part in get_args(hint) for value in (get_args(part) or (part,)) if value is not type(None)]
+    return [f"the fields of {value.__name__}" if isinstance(value, type) else str(value) for value in values]
 
 
 def check_names(cls: Any, given: Mapping[str, Any], others: Sequence[str] = (), *, prefix: str = "") -> None:

@@ -114,7 +114,7 @@ def test_verify_exit_codes(dataset: Path, tmp_path: Path, capsys: pytest.Capture
     assert run("verify", [str(copy), "--workers", "1", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["problems"][0]["key"] == "000000016"
     assert run("verify", [str(tmp_path / "nothing")]) == 2
-    assert "has no dataset.json" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_index_and_its_options(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

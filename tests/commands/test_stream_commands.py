@@ -76,6 +76,11 @@ def test_plan_counts_builders_with_the_costs_that_bench_has_saved(capsys, tmp_pa
     assert "0 batches were built by workers" in err
     code, _, _ = call(capsys, *bench, "--set", "num_workers=1", "--set", "epochs=2", "--quiet")
     saved = json.loads((tmp_path / "c").read_text())
+    code_of_folder, _, err = call(
+        capsys, *bench[:-1], tmp_path, "--set", "num_workers=1", "--set", "epochs=2", "--quiet"
+    )
+    assert code_of_folder == 2
+    assert f"the costs cannot be written to {tmp_path} (Is a directory)" in " ".join(err.split())
     assert (code, saved["batches"] > 16) == (0, True)
     found = json.loads(call(capsys, *plan, "--json", "--costs", tmp_path / "c")[1])
     assert found["core_seconds_per_step"] > 0
@@ -229,11 +234,13 @@ def test_states_that_cannot_be_meant_are_refused(capsys, toy_shards, second_roun
     torch.save([state, loader.state_dict()], tmp_path / "two.pt")
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("hello")
+    (tmp_path / "cut.pt").touch()
     messages = {
         "model.pt": "holds no state of a loader",
         "two.pt": "holds the states of 2 loaders",
         "empty": "is no checkpoint with a loader's state in it",
         "text.txt": "is neither JSON nor a file of torch.save",
+        "cut.pt": "is neither JSON nor a file of torch.save",
     }
     for name, message in messages.items():
         code, _, err = call(capsys, "where", toy_shards, "--pack-size", 1024, "--state", tmp_path / name, "--step", 1)
@@ -268,6 +275,34 @@ def test_replay_rebuilds_a_batch_from_a_state(capsys, toy_shards, processor, sav
         assert torch.equal(replayed[name], value), name
 
 
+def test_replay_says_where_it_cannot_write(capsys, toy_shards, saved_processor, tmp_path):
+    made = ("replay", toy_shards, "--pack-size", 1024, "--processor", saved_processor, "--step", 0)
+    for out, why in ((tmp_path, "Is a directory"), (tmp_path / "no" / "batch.pt", "No such file or directory")):
+        code, _, err = call(capsys, *made, "--out", out)
+        assert code == 2
+        assert f"the batches cannot be written to {out} ({why}); choose another --out" in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["plan", "--max-steps", "0"],
+        ["plan", "--world", "-1"],
+        ["where", "--world", "0", "--step", "1"],
+        ["bench", "--batches", "-1"],
+        ["bench", "--seconds", "nan"],
+        ["size", "--step-seconds", "1", "--seconds", "0"],
+        ["chaos", "--world", "0"],
+        ["chaos", "--minutes", "-1"],
+        ["chaos", "--patience", "soon"],
+    ],
+)
+def test_numbers_that_count_nothing_are_refused(capsys, toy_shards, wrong):
+    with pytest.raises(SystemExit, match="2"):
+        call(capsys, wrong[0], toy_shards, "--pack-size", 1024, *wrong[1:])
+    assert "at least 1" in (err := capsys.readouterr().err) or "above 0" in err
+
+
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_replay_finishes_pixels_as_a_loader_with_a_device_does(
     capsys, toy_shards, processor, saved_processor, tmp_path, dtype
@@ -299,7 +334,7 @@ def test_bench_runs_a_loader_and_prints_its_numbers(capsys, toy_shards, saved_pr
 
 def test_bench_counts_from_the_first_batch(capsys, toy_shards, saved_processor):
     arguments = ["--processor", saved_processor, "--pack-size", 1024, "--set", "num_workers=1"]
-    _, out, _ = call(capsys, "bench", toy_shards, *arguments, "--seconds", 0, "--json")
+    _, out, _ = call(capsys, "bench", toy_shards, *arguments, "--seconds", 1e-9, "--json")
     numbers = json.loads(out)
     assert numbers["batches"] == 1  # however long the start took
     _, out, _ = call(capsys, "bench", toy_shards, *arguments, "--json")
@@ -339,6 +374,7 @@ def test_a_recipe_may_stand_where_datasets_do(capsys, toy_shards, saved_processo
         (["plan", "DATA", "--pack-size", "1024", "--sweep", "window"], "names no values"),
         (["plan", "DATA", "--pack-size", "1024", "--set", "windw=3"], "there is no option 'windw'; did you mean"),
         (["plan", "DATA", "--pack-size", "1024", "--set", "epochs=null"], "the plan has no end"),
+        (["plan", "DATA", "--pack-size", "1024", "--set", "num_workers=x"], "num_workers is 'x', which it cannot be"),
         (["plan", "DATA", "--pack-size", "1024", "--set", "x"], "has no '='"),
         (
             ["where", "DATA", "--pack-size", "1024", "--key", "nobody"],

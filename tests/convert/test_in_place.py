@@ -226,7 +226,8 @@ def test_commands_and_recipes_take_the_same_names(captions, tmp_path, saved_proc
 def test_members_without_a_layout_are_bytes_and_cannot_be_encoded(tmp_path, processor):
     samples = [(f"{n}", {"npy": bytes(16), "meta.json": b'{"a": 1}'}) for n in range(3)]
     url = str(write_tar(tmp_path / "odd.tar", samples))
-    with pytest.raises(ConfigError, match=r"no known layout.*vlm-stream index '.*odd.tar' --layout"):
+    named = r"no known layout.*\(native, sharegpt, caption, bytes\).*vlm-stream index '.*odd.tar' --layout"
+    with pytest.raises(ConfigError, match=named):
         next(iter(StreamLoader(url, processor=processor, mode="plain")))
     assert keys_of(url) == ["0", "1", "2"]
     assert main(["verify", url, "--workers", "1", "--quiet"]) == 0

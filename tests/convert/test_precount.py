@@ -75,6 +75,11 @@ def test_precount(
         real = processor(text=written, images=images or None)["input_ids"][0]
         assert sum(counts) == len(real)
         assert (counts[1] > 0) == ("image" in before)
+    packed = (tmp_path / "data.jsonl.gz").read_bytes()
+    again = ["precount", str(tmp_path / "data.jsonl.gz"), *flags, "--out", str(tmp_path / "." / "data.jsonl.gz")]
+    assert main(again) == 2
+    assert "is the input itself" in capsys.readouterr().err
+    assert (tmp_path / "data.jsonl.gz").read_bytes() == packed
     flags += ["--workers", "2"]
     assert main(["precount", str(tmp_path / "data.jsonl.gz"), *flags, "--in-place"]) == 0
     assert gzip.decompress((tmp_path / "data.jsonl.gz").read_bytes()) == out.read_bytes()

@@ -12,7 +12,7 @@ from tests.foreign_tars import write_tar
 from vlm_stream import StreamLoader
 from vlm_stream.cli import main
 from vlm_stream.convert import IndexOptions, index_tars
-from vlm_stream.errors import ConfigError
+from vlm_stream.errors import ConfigError, DatasetError
 from vlm_stream.format import FieldMap, load_manifest
 from vlm_stream.ledger import BadSample
 from vlm_stream.storage import open_store
@@ -135,3 +135,13 @@ def test_media_inside_the_json_are_no_members(tmp_path: Path) -> None:
 def test_a_map_without_media_first_has_the_digest_that_it_had() -> None:
     assert set(FieldMap().to_json()) == {"layout", "columns", "tags", "prompt", "caption"}
     assert FieldMap(media_first=True).to_json()["media_first"] is True
+
+
+def test_captions_among_conversations_are_not_left_out_by_a_guess(tmp_path: Path) -> None:
+    talk = {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]}
+    captions = [(f"a{i}", {"jpg": IMAGE, "txt": b"a cat"}) for i in range(12)]
+    dialogues = [(f"b{i}", {"json": json.dumps(talk).encode()}) for i in range(40)]
+    url = str(write_tar(tmp_path / "two.tar", captions + dialogues))
+    with pytest.raises(DatasetError, match=r"of the first \d+ samples 12 are media with a text.*tars of their own"):
+        index_tars([url])
+    assert index_tars([url], IndexOptions(fields=FieldMap(layout="caption", caption="txt"))).totals.images == 12

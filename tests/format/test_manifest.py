@@ -59,6 +59,9 @@ def test_broken_and_missing_manifests(dataset: Path, tmp_path: Path) -> None:
     (dataset / "dataset.json").write_text("{")
     with pytest.raises(DatasetError, match="is not JSON"):
         load_manifest(open_store(str(dataset)))
+    with pytest.raises(DatasetError, match=r"there is no folder .*nothing, so there is no dataset to read"):
+        load_manifest(open_store(str(tmp_path / "nothing")))
+    (tmp_path / "nothing").mkdir()
     with pytest.raises(DatasetError, match=r"has no dataset.json: its conversion is not finished"):
         load_manifest(open_store(str(tmp_path / "nothing")))
 

@@ -256,6 +256,19 @@ def test_a_dtype_may_be_named_and_must_be_a_float():
             DeviceFeed("cpu", wrong)
 
 
+def test_a_device_that_is_not_there_is_named():
+    for wrong in ("gpu", 2.5):
+        with pytest.raises(ConfigError, match=f"device is {wrong!r}, which is no device of torch"):
+            DeviceFeed(wrong)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU does")
+def test_without_a_gpu_a_feed_of_cuda_says_so_when_it_is_used():
+    feed = DeviceFeed("cuda")  # a driver without a GPU may make one
+    with pytest.raises(ConfigError, match=r"device is cuda, and torch finds no GPU here.*leave device out"):
+        list(feed.batches([{"number": torch.tensor(1)}], dict))
+
+
 def test_a_feed_keeps_the_order():
     feed = DeviceFeed("cpu", torch.float32)
     for depth in (0, 1, 3, 9):

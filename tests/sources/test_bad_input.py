@@ -122,6 +122,10 @@ BAD_FILES = {
     "empty": ("a.json", b" \n", r"Expected a JSON array .* found nothing"),
     "one record": ("a.json", b'{"messages": []}', r"Expected a JSON array .* one object with the keys messages"),
     "utf-16": ("a.jsonl", '{"a": 1}'.encode("utf-16"), r"the file is UTF-16 or UTF-32.*iconv"),
+    "gzip by another name": ("a.jsonl", gzip.compress(b"{}\n" * 9), r"a\.jsonl: .*packed by gzip.*end in \.gz"),
+    "zstd by another name": ("a.json", zstandard.compress(b"[]"), r"a\.json: .*packed by zstd.*end in \.zst"),
+    "array named lines": ("a.jsonl", b'[\n {"a": 1},\n {"a": 2}\n]', r"a\.jsonl: .*one JSON array.*end in \.json\."),
+    "array on one line": ("a.jsonl", b'[{"a": 1}, {"a": 2}]\n', r"a\.jsonl: .*one JSON array.*end in \.json\."),
     "cut gzip": ("a.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9], r"a\.jsonl\.gz: cannot be decompressed \(.*cut off"),
     "no gzip": ("a.jsonl.gz", b"plain text", r"cannot be decompressed \(Not a gzipped file"),
     "no zstd": ("a.jsonl.zst", b"plain text", r"cannot be decompressed \(.*Fetch it again, or give the plain file"),
@@ -206,6 +210,9 @@ def test_the_names_filter(tmp_path: Path):
         SourceError, match=r"a meta file says columns, tags and media_dir for each entry; put them there"
     ):
         open_source(meta, media_dir="x")
+    (tmp_path / "nested.json").write_text(json.dumps({"data": samples(2)}))
+    with pytest.raises(SourceError, match=r"Expected a JSON array .* one object with the keys data"):
+        open_source(str(tmp_path / "nested.json"), media_dir="x")
     with pytest.raises(ConfigError, match=r"on_mismatch is 'dorp'"):
         open_source(meta, on_mismatch="dorp")  # type: ignore[arg-type]
 

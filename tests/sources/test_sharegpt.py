@@ -149,7 +149,8 @@ def test_typed_parts():
 BAD = {
     "surplus_placeholder": (
         example("<image><image>q", "a", images=["1.jpg"]),
-        r"turn 1 \(user\) shows <image> number 2, but 'images' has 1\. The sample is left out; mend it, or use",
+        r"turn 1 \(user\) shows <image> number 2, but 'images' has 1\. The sample is left out; mend it, or keep what "
+        r"does map with --on-mismatch keep",
     ),
     "surplus_media": (
         example("<image>q", "a", images=["1.jpg", "2.jpg"]),

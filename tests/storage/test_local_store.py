@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_for
-from vlm_stream.errors import AccessError, NotFoundError, StorageError
+from vlm_stream.errors import AccessError, ConfigError, NotFoundError, StorageError
 from vlm_stream.storage import Store, local, open_store
 
 
@@ -87,6 +87,20 @@ def test_a_file_in_the_place_of_a_folder_is_nothing_found(tmp_path):
     (tmp_path / "x").write_bytes(b"1")
     with pytest.raises(NotFoundError, match=r"There is no .*x/y, because a part of that path is a file"):
         open_store(str(tmp_path / "x")).get("y")
+
+
+def test_links_that_lead_nowhere_are_no_objects(tmp_path):
+    (tmp_path / "a").write_bytes(b"1")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "nowhere").symlink_to("gone")
+    assert [info.path for info in open_store(str(tmp_path)).list()] == ["a"]
+
+
+def test_an_empty_text_is_not_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert open_store(".").root == str(tmp_path)
+    with pytest.raises(ConfigError, match="an empty text names no file and no folder"):
+        open_store("")
 
 
 def test_no_permission(tmp_path, monkeypatch):

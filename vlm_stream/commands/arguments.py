@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -101,6 +102,24 @@ def parse_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def parse_count(text: str) -> int:
+    """Read a whole number of at least 1 for argparse."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is no number of things; give a whole number of at least 1")
+    return int(text)
+
+
+def parse_duration(text: str) -> float:
+    """Read seconds or minutes for argparse: a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is no length of time; give a number above 0")
+    return number
+
+
 def parse_mapping(text: str | None) -> dict[str, str]:
     """Read `a=b,c=d`.
 
@@ -141,7 +160,7 @@ def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
     for option in flag_fields():
         flag = f"--{option.name.replace('_', '-')}"
         group.add_argument(flag, metavar="X", help=option.metadata["help"].removesuffix("."))
-    group.add_argument("--world", type=int, metavar="N", help="data-parallel ranks (default: 1)")
+    group.add_argument("--world", type=parse_count, metavar="N", help="data-parallel ranks (default: 1)")
     group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other option")
     add_store_arguments(parser)
 
@@ -191,8 +210,10 @@ def _is_blend(name: str) -> bool:
 
 
 def split_options(arguments: dict[str, Any]) -> tuple[Any, Any, StreamOptions]:
-    """Return sources, processor and the options of a stream, without what only a running loader needs."""
-    others = (*RUN_ARGUMENTS, *(option.name for option in fields(LoaderOptions)))
+    """Return sources, processor and the options of a stream; what only a running loader needs is checked, too."""
+    own = {option.name: arguments[option.name] for option in fields(LoaderOptions) if option.name in arguments}
+    LoaderOptions(**own)
+    others = (*RUN_ARGUMENTS, *own)
     options = {name: value for name, value in arguments.items() if name not in others}
     if arguments.get("device") is not None:  # builders then send what is finished there
         options = {"pixels": "compact"} | options
@@ -272,7 +293,7 @@ def _read_file(path: Path) -> Any:
     except Exception as error:  # torch raises whatever the bytes happen to make it raise
         raise ConfigError(
             f"{path} is neither JSON nor a file of torch.save that can be read without running code in it "
-            f"({str(error).splitlines()[0]:.120}); {_WAY_OUT}"
+            f"({next(iter(str(error).splitlines()), 'it is empty'):.120}); {_WAY_OUT}"
         ) from error
 
 

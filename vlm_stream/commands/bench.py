@@ -31,8 +31,12 @@ _LINE: Final = ("batches", "samples_per_s", "tokens_per_s", "megabytes_per_s", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_stream_arguments(parser)
-    parser.add_argument("--batches", type=int, metavar="N", help="stop after N batches (default: an epoch)")
-    parser.add_argument("--seconds", type=float, metavar="S", help="stop S seconds after the first batch")
+    parser.add_argument(
+        "--batches", type=arguments.parse_count, metavar="N", help="stop after N batches (default: an epoch)"
+    )
+    parser.add_argument(
+        "--seconds", type=arguments.parse_duration, metavar="S", help="stop S seconds after the first batch"
+    )
     parser.add_argument(
         "--save-costs", metavar="FILE", help="write what building costs by samples, tokens and pixels, for plan --costs"
     )
@@ -57,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
             if args.seconds is not None and clock.seconds > args.seconds:
                 break
         numbers = clock.numbers(loader.metrics())
-    if args.save_costs:
-        _save_costs(args.save_costs, costs)
     if args.json:
         output.print_json(numbers | {"bad_by_reason": loader.ledger.by_reason()})
     else:
         output.print_table("bench", {_title(name): _shown(value) for name, value in numbers.items()})
         for line in loader.ledger.newest:
             output.say(f"bad: {line}", stderr=True)
+    if args.save_costs:
+        _save_costs(args.save_costs, costs)
     return 0
 
 
@@ -75,7 +79,12 @@ def _save_costs(path: str, costs: dict[str, Any] | None) -> None:
             f"{num_batches} batches were built by workers, and costs are learned from {_MIN_BATCHES} at least, so "
             f"{path} was not written; set num_workers or builders (--set num_workers=2), and build more batches"
         )
-    Path(path).write_text(json.dumps(costs, indent=1) + "\n", encoding="utf-8")
+    try:
+        Path(path).write_text(json.dumps(costs, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the costs cannot be written to {path} ({error.strerror or error}); choose another --save-costs"
+        ) from error
 
 
 class _Clock:

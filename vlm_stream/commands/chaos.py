@@ -16,6 +16,7 @@ from vlm_stream.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
     from vlm_stream.chaos import Report, Row
 
@@ -32,19 +33,25 @@ _SHOWN_NOTES: Final = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     arguments.add_stream_arguments(parser)
-    told = {
-        "--seed": "of the faults (default: 0); that of the order of samples is the recipe's",
-        "--world": "most ranks; each resume draws how many there are (default: 2)",
+    told: dict[str, tuple[str, Callable[[str], int]]] = {
+        "--seed": ("of the faults (default: 0); that of the order of samples is the recipe's", int),
+        "--world": ("most ranks; each resume draws how many there are (default: 2)", arguments.parse_count),
     }
     for action in parser._actions:
         for flag in set(action.option_strings) & told.keys():
-            action.help, action.type = told[flag], int
+            action.help, action.type = told[flag]
     group = parser.add_argument_group("chaos")
-    group.add_argument("--minutes", type=float, default=3.0, metavar="N", help="how long (default: %(default)s)")
-    group.add_argument("--faults", type=int, metavar="N", help="stop after so many faults")
+    group.add_argument(
+        "--minutes", type=arguments.parse_duration, default=3.0, metavar="N", help="how long (default: %(default)s)"
+    )
+    group.add_argument("--faults", type=arguments.parse_count, metavar="N", help="stop after so many faults")
     group.add_argument("--only", nargs="+", default=(), metavar="NAME", help="faults whose names begin like this")
     group.add_argument(
-        "--patience", type=float, default=120.0, metavar="S", help="a longer step is a hang (default: %(default)s)"
+        "--patience",
+        type=arguments.parse_duration,
+        default=120.0,
+        metavar="S",
+        help="a longer step is a hang (default: %(default)s)",
     )
     arguments.add_output_arguments(parser)
 

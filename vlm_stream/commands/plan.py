@@ -35,7 +35,12 @@ BUSY: Final = 0.8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_stream_arguments(parser)
-    parser.add_argument("--max-steps", type=int, metavar="N", help="look at the first N steps (default: an epoch)")
+    parser.add_argument(
+        "--max-steps",
+        type=arguments.parse_count,
+        metavar="N",
+        help="look at the first N steps (default: an epoch)",
+    )
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="NAME=A,B", help="one column for each value of an option"
     )

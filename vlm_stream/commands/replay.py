@@ -2,9 +2,11 @@
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from vlm_stream.commands import arguments, output
+from vlm_stream.errors import ConfigError
 
 EXAMPLES: Final = """\
 examples:
@@ -42,7 +44,13 @@ def run(args: argparse.Namespace) -> int:
     state, epochs_before = arguments.read_saved_state(args.state, stream.options)
     deliveries = list(stream.replay(args.step, state, epochs_before=epochs_before))
     batches = [dict(delivery.batch) for delivery in deliveries]
-    torch.save(batches if dtype is None else [finish_pixels(batch, "cpu", dtype) for batch in batches], args.out)
+    batches = batches if dtype is None else [finish_pixels(batch, "cpu", dtype) for batch in batches]
+    try:
+        with Path(args.out).open("wb") as file:
+            torch.save(batches, file)
+    except (OSError, RuntimeError) as error:  # torch's own: of a full disk
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"the batches cannot be written to {args.out} ({why}); choose another --out") from error
     summary = {
         "step": args.step,
         "rank": args.rank,

@@ -53,7 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=int, default=1, metavar="N", help="GPUs of the run; --world: data-parallel ranks"
     )
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (default: 8)")
-    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="how long to measure (default: 30)")
+    parser.add_argument(
+        "--seconds",
+        type=arguments.parse_duration,
+        default=30.0,
+        metavar="S",
+        help="how long to measure (default: 30)",
+    )
     arguments.add_output_arguments(parser)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -65,5 +66,6 @@ def run(args: argparse.Namespace) -> int:
     output.say(f"viewer: {server.url}")
     if server.token is None:
         output.say(f"from elsewhere: ssh -L {server.port}:127.0.0.1:{server.port} this-machine; Ctrl-C ends it")
-    server.run()
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
     return 0

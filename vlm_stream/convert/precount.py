@@ -62,6 +62,10 @@ def precount(
     records after each of them. A name that ends in `.gz` is packed. `media_hosts` are those of `ShardOptions`.
     """
     path, target = os.fspath(path), os.fspath(path if out is None else out)
+    if out is not None and Path(target).exists() and Path(path).exists() and Path(path).samefile(target):
+        raise ConfigError(
+            f"{target} is the input itself, which would be replaced; say so with --in-place, or name another"
+        )
     catalog, data = _open_file(path, open_source(path, store=store, **form))
     if not len(data):
         raise SourceError(f"{path} has no records, so there is nothing to count and nothing was written.")

@@ -163,13 +163,13 @@ def _add_record(writer: ShardWriter, context: ShardContext, number: int) -> None
             "every process that worked on it died, so it is left out. Decode its media by themselves to see why, and "
             "leave it out of the data or write its media again"
         )
-        writer.bad.append(_bad(name, origin, "", BadSampleError("convert", "killed_process", detail)))
+        writer.bad.append(_bad(name, origin, origin, BadSampleError("convert", "killed_process", detail)))
         return
     try:
         record = context.source.read(number)
     except Exception as error:  # a record can hold anything in any place
         name, origin = _locate(context.source, number)
-        writer.bad.append(_bad(name, origin, "", error))
+        writer.bad.append(_bad(name, origin, origin, error))
         return
     name, own_id, origin = record.source, record.id, record.origin
     try:

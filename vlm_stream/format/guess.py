@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from vlm_stream.conversation import MEDIA_TYPES
-from vlm_stream.errors import BadSampleError, ConfigError, SourceError
+from vlm_stream.errors import BadSampleError, ConfigError, DatasetError, SourceError
 from vlm_stream.format.fields import LAYOUTS, FieldMap, medium_of, parse_json
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _TURNS: Final = ("messages", "conversations", "conversation", "texts")
 """Columns that hold turns: whoever has one means it to be read."""
 
+_SAID: Final = tuple(name for name in LAYOUTS if name != "energon")
+"""Layouts that somebody can name: that of Energon comes with its datasets."""
+
 
 def guess_fields(samples: Sequence[tuple[Sequence[str], Mapping[str, bytes]]]) -> FieldMap:
     """Return the layout that the first samples of tars show.
@@ -31,6 +34,7 @@ def guess_fields(samples: Sequence[tuple[Sequence[str], Mapping[str, bytes]]]) -
 
     Raises:
         ConfigError: They show none; the sentence says what there is and how to name the layout.
+        DatasetError: They show two.
     """
     records = _records(samples)
     if _is_native(samples, records):
@@ -44,6 +48,7 @@ def guess_fields(samples: Sequence[tuple[Sequence[str], Mapping[str, bytes]]]) -
     if refused and has_turns:
         raise ConfigError(f"{refused} For tars, they go behind --layout sharegpt.")
     if form is not None and form.text is None:
+        _refuse_two_layouts(samples, records)
         return _to_fields(form)
     for (names, texts), record in zip(samples, records, strict=True):
         if any(map(medium_of, names)) and (found := _captions(texts, record)):
@@ -53,8 +58,25 @@ def guess_fields(samples: Sequence[tuple[Sequence[str], Mapping[str, bytes]]]) -
     keys = f" with the fields {', '.join(sorted(records[0]))}" if records[0] else ""
     raise ConfigError(
         f"the first sample has the members {', '.join(samples[0][0]) or 'none'}{keys}: no known layout, so it cannot "
-        f"become a conversation. Name one with --layout ({', '.join(LAYOUTS)}) and --columns, --tags or --caption."
+        f"become a conversation. Name one with --layout ({', '.join(_SAID)}) and --columns, --tags or --caption."
     )
+
+
+def _refuse_two_layouts(
+    samples: Sequence[tuple[Sequence[str], Mapping[str, bytes]]], records: Sequence[dict[str, Any]]
+) -> None:
+    """Refuse captions and conversations in one tar, where more than a tenth would be left out as no conversations."""
+    captions = [
+        names
+        for (names, texts), record in zip(samples, records, strict=True)
+        if not record and any(map(medium_of, names)) and _captions(texts, record)
+    ]
+    if 10 * len(captions) > len(samples):
+        raise DatasetError(
+            f"of the first {len(samples)} samples {len(captions)} are media with a text, and others are conversations "
+            f"in JSON: an index has one layout, and leaves out what it does not fit. Put them into tars of their own, "
+            f"or say which are wanted with --layout caption or --layout sharegpt."
+        )
 
 
 def complete_fields(fields: FieldMap, samples: Sequence[tuple[Sequence[str], Mapping[str, bytes]]]) -> FieldMap:

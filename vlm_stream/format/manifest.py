@@ -361,11 +361,17 @@ def load_manifest(store: Store) -> Manifest:
     Raises:
         DatasetError: There is none, or it cannot be used.
     """
-    if scheme_of(store.root) == "file" and Path(store.root).is_file():
+    is_local = scheme_of(store.root) == "file"
+    if is_local and Path(store.root).is_file():
         raise DatasetError(f"{store.root} is a file; name the dataset's folder, which holds {MANIFEST}.")
     try:
         text = store.get(MANIFEST)
     except NotFoundError as error:
+        if is_local and not Path(store.root).exists():
+            raise DatasetError(
+                f"there is no folder {store.root}, so there is no dataset to read. Check the path, and that the disk "
+                f"is mounted here."
+            ) from error
         raise DatasetError(
             f"{store.root} has no {MANIFEST}: its conversion is not finished, or it is no dataset. "
             f"Finish it by the same make-shards again; for tars made elsewhere run: vlm-stream index"

@@ -253,7 +253,13 @@ class DeviceFeed:
     """
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype | str = DEFAULT_DTYPE) -> None:
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ConfigError(
+                f"device is {device!r}, which is no device of torch, so batches cannot be delivered there; write cpu, "
+                f"cuda, cuda:1 or another of torch's names"
+            ) from None
         found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
             raise ConfigError(
@@ -281,6 +287,11 @@ class DeviceFeed:
         if self.device.type != "cuda":
             return finish_pixels(batch, self.device, self.dtype), None
         if self._stream is None:
+            if not torch.cuda.is_available():
+                raise ConfigError(
+                    f"device is {self.device}, and torch finds no GPU here, so batches cannot be delivered there; "
+                    f"leave device out, or look at the driver, CUDA_VISIBLE_DEVICES and the build of torch"
+                )
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         pinned = _each_tensor(batch, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
         with torch.cuda.stream(self._stream):

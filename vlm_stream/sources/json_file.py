@@ -27,6 +27,7 @@ from vlm_stream.sources.local_file import LocalFile, plain_name
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _LOG = logging.getLogger(__name__)
 _BOM = b"\xef\xbb\xbf"
+_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _LINE_SUFFIXES = (".jsonl", ".ndjson")
 _PEEK_BYTES = 1 << 20
 
@@ -113,6 +114,12 @@ def first_bytes(file: LocalFile) -> tuple[int, bytes]:
             f"{file.path}: the file is UTF-16 or UTF-32, and records are read as UTF-8 only. "
             "Convert it, for example with: iconv -f UTF-16 -t UTF-8."
         )
+    if head.startswith(tuple(_PACKED)):
+        packing = next(_PACKED[magic] for magic in _PACKED if head.startswith(magic))
+        raise SourceError(
+            f"{file.path}: the file is packed by {packing}, and its name does not say so, so no record of it is read. "
+            f"Let its name end in {'.gz' if packing == 'gzip' else '.zst'}."
+        )
     return (len(_BOM), head[len(_BOM) :]) if head.startswith(_BOM) else (0, head)
 
 
@@ -129,10 +136,28 @@ def holds_lines(file: LocalFile, head: bytes) -> bool:
         return False
 
 
+def _is_array(head: bytes) -> bool:
+    """Tell an array from lines of which the first is bad: that line opens one and is not whole, or is all there is."""
+    first, _, rest = head.lstrip(_BLANKS).partition(b"\n")
+    if not first.startswith(b"["):
+        return False
+    more = bool(rest.strip(_BLANKS))
+    try:
+        parse_json(first)
+    except UnreadableError:
+        return more and first.rstrip(_BLANKS).endswith((b"[", b"{", b","))
+    return not more
+
+
 def _scan(file: LocalFile) -> tuple[RecordSpans, bool]:
     begin, head = first_bytes(file)
     with file.stream() as stream:
         is_array = not holds_lines(file, head)
+        if not is_array and _is_array(head):
+            raise SourceError(
+                f"{file.path}: the name says one record per line, and the file is one JSON array, so no record of it "
+                "is read. Let its name end in .json."
+            )
         if not is_array:
             spans = scan_lines(stream, begin)
         elif head.lstrip(_BLANKS).startswith(b"["):

@@ -128,15 +128,16 @@ def read_entries(
         if names is not None:
             raise SourceError(f"{path}: a data file has no names to choose from; leave the names filter out.")
         return [MetaEntry(name=_stem(path), paths=(path,), **said)]
-    if any(value not in (None, {}) for value in said.values()):
-        raise SourceError(f"{path}: a meta file says columns, tags and media_dir for each entry; put them there.")
     if file.size_bytes > _META_BYTES:
         raise SourceError(
             f"{path}: Expected a JSON array of records or a meta file, found one JSON object of {file.size_bytes:,} "
             "bytes, which is neither. Write the records as an array or one per line (.jsonl)."
         )
     text = file.read_at(0, file.size_bytes).decode("utf-8-sig", errors="replace")
-    return _parse_meta(text, path, files, names)
+    entries = _parse_meta(text, path, files, names)
+    if any(value not in (None, {}) for value in said.values()):
+        raise SourceError(f"{path}: a meta file says columns, tags and media_dir for each entry; put them there.")
+    return entries
 
 
 def _stem(path: str) -> str:

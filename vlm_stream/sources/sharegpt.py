@@ -63,7 +63,7 @@ def apply_policy(
             f"{place}{facts}. The job ends here, as on_mismatch='raise' asks; mend the sample or use "
             "on_mismatch='drop'."
         )
-    way_out = "mend it, or use on_mismatch='keep' for what does map" if conversation else "mend it"
+    way_out = "mend it, or keep what does map with --on-mismatch keep" if conversation else "mend it"
     raise BadSampleError("convert", mismatches[0].reason, f"{place}{facts}. The sample is left out; {way_out}.")
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _TEMP_PREFIX = ".vlm-stream-"
 _COPY_BYTES = 1 << 20
+_NO_FILE = (errno.ENOENT, errno.ELOOP)
+"""What a name in a folder leads to: a file that has gone, a link to nowhere or to itself."""
 
 
 class LocalStore(Store):
@@ -86,8 +88,11 @@ class LocalStore(Store):
                 file = Path(folder, name)
                 path = file.relative_to(self.root).as_posix()
                 if path.startswith(prefix) and not name.startswith(_TEMP_PREFIX):
-                    with contextlib.suppress(FileNotFoundError):
+                    try:
                         found.append(ObjectInfo(path, file.stat().st_size, None))
+                    except OSError as error:
+                        if error.errno not in _NO_FILE:
+                            raise
         yield from sorted(found, key=lambda info: info.path)
 
     def head(self, path: str) -> ObjectInfo:

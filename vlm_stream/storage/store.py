@@ -51,6 +51,11 @@ def local_path(url: str) -> str:
                 f"Write three slashes for a local path: file:///{host}{parts.path}"
             )
         return str(Path(unquote(parts.path)).absolute())
+    if not url:
+        raise ConfigError(
+            "an empty text names no file and no folder, so nothing is read or written; give a path or URL ('.' is the "
+            "current folder). A variable that was never set is the usual cause."
+        )
     path = Path(url)
     return str(path if path.is_absolute() else path.expanduser().absolute())
 
