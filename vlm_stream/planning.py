@@ -115,8 +115,10 @@ class Plan:
 
     def pieces(self, refs: Sequence[Ref]) -> list[Piece]:
         """Return what builders must know of samples: of long clips only what holds the frames that are seen."""
-        rule = self.build.frames
-        drawn = [each._replace(sizes=choose_keyframes(each.sizes, rule)) for each in self.datasets.draw(refs)]
+        drawn = self.datasets.draw(refs)
+        for place, each in enumerate(drawn):
+            if each.sizes.videos:
+                drawn[place] = each._replace(sizes=choose_keyframes(each.sizes, self.build.frames))
         pieces = list(map(self._piece, refs, drawn))
         if self.cutter is None:
             return pieces
@@ -142,7 +144,7 @@ class Plan:
             whole.offset,
             span,
             drawn.sizes,
-            tuple(name for name, *_ in drawn.members),
+            tuple([member[0] for member in drawn.members]),
             drawn.entry,
             drawn.id,
             (whole, *drawn.shared) if is_whole and drawn.shared else (),
@@ -277,6 +279,8 @@ def work_of(pieces: Sequence[Piece], tokens: int) -> Work:
 
 def _decoded_pixels(piece: Piece) -> int:
     """Return the pixels of the frames that are decoded: those of cut clips, and of other files all, for most are."""
+    if not piece.sizes.videos:
+        return 0
     cut = {video for clip in piece.clips for video in clip.videos}
     whole = [video for number, video in enumerate(piece.sizes.videos) if number not in cut]
     of_cuts = sum(clip.cut.num_packets * clip.facts[1] * clip.facts[2] for clip in piece.clips)
