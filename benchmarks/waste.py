@@ -305,7 +305,7 @@ def report_faults(shards: str, processor: Any, pixels: str, num_batches: int) ->
     """Print page faults of worker and trainer, and what the trainer's process does, a batch."""
     loader = open_loader(shards, processor, pixels=pixels, num_workers=1)
     batches = iter(loader)
-    for _ in range(16):
+    for _ in range(num_batches):  # until the plan is as far ahead as it goes
         next(batches)
     (pid,) = loader.worker_pids()
 
@@ -382,7 +382,7 @@ def main() -> None:
         if only in (None, "faults"):
             print("\nfaults and the trainer's process, a batch")
             for data, pixels in (("kept", "full"), ("images", "full"), ("images", "compact")):
-                report_faults(shards[data], processor, pixels, 20 if data == "images" else 60)
+                report_faults(shards[data], processor, pixels, 40 if data == "images" else 500)
         keep_freed_memory()  # as workers do, and the trainer does not
         if only in (None, "stages"):
             again = report_stages("text, tokenised again", shards["bare"], processor, num_texts // 3)

@@ -166,6 +166,41 @@ def test_blocks_beyond_a_few_are_given_up():
     assert counts[-1] <= 16 + 2 * 4  # those of items that were on their way may be above the limit
 
 
+class Tokens(Numbers):
+    """Tensors of some kilobytes, as texts have them; one of them is a part of another, with gaps."""
+
+    def make(self, number):
+        ids = torch.full((2, 8000), number)
+        return {"ids": ids, "strided": (ids + 1)[:, ::2], "half": torch.full((9000,), number).half()}
+
+
+def are_right(item, number):
+    values = {"ids": number, "strided": number + 1, "half": number}
+    return all(bool((item[name] == value).all()) for name, value in values.items())
+
+
+@pytest.mark.parametrize("keep", [0, 30])
+def test_tensors_of_middling_size_share_a_block(keep):
+    held, mapped = [], set()
+    for number, item in enumerate(batches_of(Tokens(), 60)):
+        held = [*held, (item, number)][-keep - 1 :]
+        assert all(are_right(*each) for each in held)
+        mapped.add(blocks_mapped())
+        for tensor in item.values():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes  # and nobody saves the rest of its block
+            assert tensor._base is None
+    assert 1 <= max(mapped) <= 2 + keep // 8  # some 15 items have room in each
+
+
+def test_beyond_a_few_shared_blocks_tensors_travel_in_messages(monkeypatch):
+    monkeypatch.setattr(blocks, "_SHARED_BLOCKS", 2)  # what is forked has the same
+    held = []
+    for number, item in enumerate(batches_of(Tokens(), 60)):
+        held.append((item, number))
+        assert blocks_mapped() <= 2
+    assert all(are_right(*each) for each in held)
+
+
 class Mapped(Numbers):
     def make(self, number):
         join_rows("pixel_values", [torch.zeros(1000, 1200)] * 2)

@@ -3,9 +3,9 @@
 Enters: tensors that a worker sends. Leaves: the same tensors in the parent, in the same memory. A worker owns anonymous
 files (memfd); the parent maps them by way of `/proc`. (A builder on Ray is a worker too, and a trainer on its machine
 the parent, in all that is said here.) A block is filled again once the parent has dropped all tensors in it, which it
-says in its next message. Where that cannot be done (not Linux, no right to look at the worker, no memory left), tensors
-travel in the messages themselves, as small ones always do. Nothing goes through the shared memory of torch, whose
-segments have names and stay when a process is killed.
+says in its next message. Tensors of middling size, as tokens are, share a block. Where that cannot be done (not Linux,
+no right to look at the worker, no memory left), tensors travel in the messages themselves, as small ones always do.
+Nothing goes through the shared memory of torch, whose segments have names and stay when a process is killed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ import numpy as np
 import torch
 
 _MIN_BYTES: Final = 1 << 20
-_LARGE_BYTES: Final = 1 << 18  # from here on a tensor that lies elsewhere is copied into a block to be sent
+_SENT_BYTES: Final = 1 << 14  # below this a tensor is part of its message
+_LARGE_BYTES: Final = 1 << 20  # from here on a tensor has a block of its own
 _KEPT_BLOCKS: Final = 16
+_SHARED_BYTES: Final = 1 << 22
+_SHARED_BLOCKS: Final = 8
+"""Blocks that several tensors share, with numbers below 0. There are never more: deep queues of small batches would
+take a descriptor for every few of them."""
+_ALIGNMENT: Final = 64
 _MAPPING: Final = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 """All pages at once: asked for one by one, by faults, they take several times as long."""
 
@@ -55,6 +61,8 @@ class BlockPool:
         self._blocks: dict[int, _Block] = {}
         self._num_made = 0
         self._at: dict[int, _Block] = {}  # blocks that are held, by address
+        self._shared: torch.Tensor | None = None  # the block that is being filled with several tensors
+        self._num_filled = 0  # bytes of it
         self.is_welcome = False  # whether the parent can read blocks
 
     def take_back(self, returned: Iterable[tuple[int, int]]) -> None:
@@ -65,9 +73,27 @@ class BlockPool:
 
     def allocate(self, num_bytes: int) -> torch.Tensor | None:
         """Return bytes of a block; None where the parent cannot read blocks, or memory is short."""
-        if not self.is_welcome:
+        return self._hold(self._take(num_bytes), num_bytes) if self.is_welcome else None
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy in a block; None where there is no room."""
+        num_bytes = tensor.nbytes
+        memory = self.allocate(num_bytes) if num_bytes >= _LARGE_BYTES else self._share(num_bytes)
+        return None if memory is None else memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _share(self, num_bytes: int) -> torch.Tensor | None:
+        """Return bytes of a block that others share; None also where all of these are in use."""
+        begin = -(-self._num_filled // _ALIGNMENT) * _ALIGNMENT
+        if self._shared is None or begin + num_bytes > _SHARED_BYTES:
+            self._shared, begin = None, 0  # let go first
+            self._shared = self._hold(self._take_shared(), _SHARED_BYTES) if self.is_welcome else None
+        if self._shared is None:
             return None
-        block = self._take(num_bytes)
+        self._num_filled = begin + num_bytes
+        return self._shared[begin : self._num_filled]
+
+    def _hold(self, block: _Block | None, num_bytes: int) -> torch.Tensor | None:
+        """Return the memory of a block, which is held until the last tensor in it is dropped."""
         if block is None:
             return None
         block.is_held = True
@@ -76,9 +102,20 @@ class BlockPool:
         weakref.finalize(array, self._let_go, array.ctypes.data, block).atexit = False
         return torch.from_numpy(array)
 
+    def _take_shared(self) -> _Block | None:
+        """Return a free block to be shared, else a new one, as long as these are few."""
+        for number in range(-1, -_SHARED_BLOCKS - 1, -1):
+            block = self._blocks.get(number)
+            if block is None:
+                return self._make(number, _SHARED_BYTES)
+            if block.is_free:
+                return block
+        return None
+
     def _take(self, num_bytes: int) -> _Block | None:
         """Return the smallest free block that is large enough, else the largest free one, grown, else a new one."""
-        free = sorted((block for block in self._blocks.values() if block.is_free), key=lambda block: block.size)
+        own = (block for block in self._blocks.values() if block.number >= 0 and block.is_free)
+        free = sorted(own, key=lambda block: block.size)
         for surplus in [block for block in free if block.number >= _KEPT_BLOCKS]:
             free.remove(surplus)
             os.close(surplus.descriptor)
@@ -87,21 +124,26 @@ class BlockPool:
         if block is not None and block.size >= num_bytes:
             return block
         size = _rounded(num_bytes)
-        descriptor = None if block is None else block.descriptor
+        if block is None:
+            block = self._make(self._num_made, size)
+            self._num_made += block is not None
+            return block
         try:
-            if descriptor is None:
-                descriptor = os.memfd_create("vlm-stream")
-            os.posix_fallocate(descriptor, 0, size)  # now, when it can be refused: a page that is missing later kills
-            pages = mmap.mmap(descriptor, size, flags=_MAPPING)
+            block.pages = _map_whole(block.descriptor, size)
         except OSError:
-            if block is None and descriptor is not None:
+            return None
+        block.size = size
+        return block
+
+    def _make(self, number: int, size: int) -> _Block | None:
+        descriptor = None
+        try:
+            descriptor = os.memfd_create("vlm-stream")
+            block = self._blocks[number] = _Block(number, descriptor, size, _map_whole(descriptor, size))
+        except OSError:
+            if descriptor is not None:
                 os.close(descriptor)
             return None
-        if block is None:
-            block = self._blocks[self._num_made] = _Block(self._num_made, descriptor, size, pages)
-            self._num_made += 1
-        else:
-            block.size, block.pages = size, pages
         return block
 
     def _let_go(self, address: int, block: _Block) -> None:
@@ -114,19 +156,24 @@ class BlockPool:
         if (saved := save_odd(tensor)) is not None:
             return load_odd, (saved,)
         place = self.place(tensor)
-        if place is None and tensor.nbytes >= _LARGE_BYTES and (memory := self.allocate(tensor.nbytes)) is not None:
-            place = self.place(memory.view(tensor.dtype).view(tensor.shape).copy_(tensor))
+        if place is None and tensor.nbytes >= _SENT_BYTES and (copy := self._copy(tensor)) is not None:
+            place = self.place(copy)
         return place or (from_bytes, (flat_bytes(tensor).tobytes(), tensor.dtype, tuple(tensor.shape)))
 
     def place(self, tensor: torch.Tensor) -> Any:
         """Return how a plain tensor that lies in a block is pickled, by its place; None if it lies elsewhere."""
-        block = self._at.get(tensor.untyped_storage().data_ptr())
+        block = self._at.get(tensor.untyped_storage().data_ptr()) if tensor.nbytes else None
         if block is None:
             return None
         block.num_sent += 1
         form = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
         place = (block.number, block.num_sent, block.descriptor, block.size)
         return _rebuild, (os.getpid(), place, form)
+
+
+def _map_whole(descriptor: int, size: int) -> mmap.mmap:
+    os.posix_fallocate(descriptor, 0, size)  # now, when it can be refused: a page that is missing later kills
+    return mmap.mmap(descriptor, size, flags=_MAPPING)
 
 
 def _rounded(num_bytes: int) -> int:
@@ -290,4 +337,7 @@ def _rebuild(pid: int, place: tuple[int, int, int, int], form: tuple[Any, ...]) 
     reader = _readers.get(pid)
     if reader is None:
         raise RuntimeError(f"worker {pid} is not one of this process, so its tensors cannot be read")
-    return torch.from_numpy(reader.read(*place)).view(dtype).as_strided(shape, stride, offset)
+    count = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    # Only its own part of a block, so that nothing saves or sends the rest with it; and no view of another tensor.
+    flat = torch.frombuffer(reader.read(*place), dtype=dtype, count=count, offset=offset * dtype.itemsize)
+    return flat.as_strided_(shape, stride)

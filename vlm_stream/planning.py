@@ -153,8 +153,10 @@ class Plan:
 
     def _draw(self, refs: Sequence[Ref]) -> tuple[list[Drawn], Tables]:
         """Look samples up, and begin to read the tables of their clips; these stand by the places of their samples."""
-        rule = self.build.frames
-        drawn = [each._replace(sizes=choose_keyframes(each.sizes, rule)) for each in self.datasets.draw(refs)]
+        drawn = self.datasets.draw(refs)
+        for place, each in enumerate(drawn):
+            if each.sizes.videos:
+                drawn[place] = each._replace(sizes=choose_keyframes(each.sizes, self.build.frames))
         if self.cutter is None:
             return drawn, {}
         chosen = [place for place, sample in enumerate(drawn) if self.cutter.may_cut(sample)]
@@ -184,7 +186,7 @@ class Plan:
             whole.offset,
             span,
             drawn.sizes,
-            tuple(name for name, *_ in drawn.members),
+            tuple([member[0] for member in drawn.members]),
             drawn.entry,
             drawn.id,
             (whole, *drawn.shared) if is_whole and drawn.shared else (),
@@ -319,6 +321,8 @@ def work_of(pieces: Sequence[Piece], tokens: int) -> Work:
 
 def _decoded_pixels(piece: Piece) -> int:
     """Return the pixels of the frames that are decoded: those of cut clips, and of other files all, for most are."""
+    if not piece.sizes.videos:
+        return 0
     cut = {video for clip in piece.clips for video in clip.videos}
     whole = [video for number, video in enumerate(piece.sizes.videos) if number not in cut]
     of_cuts = sum(clip.cut.num_packets * clip.facts[1] * clip.facts[2] for clip in piece.clips)

@@ -171,9 +171,10 @@ class Run(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now = 1000.0
-        self.real = dispatcher_module.time, dispatcher_module._START_S
+        self.real = dispatcher_module.time, dispatcher_module._START_S, dispatcher_module._PORTION
         dispatcher_module.time = SimpleNamespace(monotonic=lambda: self.now)
         dispatcher_module._START_S = 1e9  # starts take as long as the rules let them
+        dispatcher_module._PORTION = 1  # what is planned is what the rules ask for, and nothing more
         self.ranks = []
 
     def plan(self):
@@ -315,7 +316,7 @@ class Run(RuleBasedStateMachine):
         finally:
             for rank in self.ranks:
                 rank.dispatcher.close()
-            dispatcher_module.time, dispatcher_module._START_S = self.real
+            dispatcher_module.time, dispatcher_module._START_S, dispatcher_module._PORTION = self.real
 
     def one_turn(self):
         """Let everything that lives do its work; what hangs stays as it is."""

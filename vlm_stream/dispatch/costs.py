@@ -34,14 +34,18 @@ _GUESSES: Final = {
 _FORGET: Final = 0.995
 _PRIOR: Final = 0.05
 """How much a guess weighs against one observation of its feature's usual size."""
-_FIT_EVERY: Final = 8
+_FIT_EVERY: Final = (8, 32)
+"""Batches between two fits: at first, and once a fit hardly changes."""
+_MANY: Final = 128
 
 
 class CostModel:
     """Learns what batches take."""
 
     def __init__(self, weights: Mapping[str, Floats] = _GUESSES) -> None:
-        self._stages = {name: _Stage(guess) for name, guess in weights.items()}
+        self._weights = self._guesses = np.stack([weights[stage] for stage in _GUESSES])  # [stages, features]
+        self._squares = np.zeros((len(_FEATURES), len(_FEATURES)))
+        self._products = np.zeros(self._weights.shape)
         self.num_learned = 0
         """Batches that were taken in."""
 
@@ -65,69 +69,57 @@ class CostModel:
 
     def to_dict(self) -> dict[str, Any]:
         """Return seconds (or bytes) per feature, stage by stage, as JSON values."""
-        stages = {
-            name: dict(zip(_FEATURES, stage.weights.tolist(), strict=True)) for name, stage in self._stages.items()
-        }
+        rows = zip(_GUESSES, self._weights.tolist(), strict=True)
+        stages = {stage: dict(zip(_FEATURES, row, strict=True)) for stage, row in rows}
         return {"batches": self.num_learned, **stages}
 
     def core_seconds(self, work: Work) -> float:
         """Return the expected time in which a core is busy: what is fetched is waited for."""
-        features = _features(work)
-        return sum(self._stages[name].predict(features) for name in ("encode", "collate"))
+        _, encode, collate, _ = self._expect(work)
+        return encode + collate
 
     def seconds(self, work: Work) -> float:
         """Return the expected time from the start of fetching to a finished batch."""
-        features = _features(work)
-        return sum(self._stages[name].predict(features) for name in ("fetch", "encode", "collate"))
+        fetch, encode, collate, _ = self._expect(work)
+        return fetch + encode + collate
 
     def num_bytes(self, work: Work) -> int:
         """Return the expected memory of the finished batch, or of its files where that is more."""
-        return max(int(self._stages["bytes"].predict(_features(work))), work.num_bytes)
+        return max(int(self._expect(work)[3]), work.num_bytes)
+
+    def _expect(self, work: Work) -> list[float]:
+        """Return what each stage is expected to take."""
+        found: list[float] = (self._weights @ _features(work)).tolist()
+        return found
 
     def learn(self, work: Work, seconds: Mapping[str, float], num_bytes: int) -> None:
-        """Take in what a finished batch took."""
+        """Take in what a finished batch took; stages that are not named took no time."""
         features = _features(work)
+        taken = np.array([{**seconds, "bytes": num_bytes}.get(stage, 0.0) for stage in _GUESSES], dtype=np.float64)
+        self._squares = _FORGET * self._squares + features[:, None] * features
+        self._products = _FORGET * self._products + taken[:, None] * features
         self.num_learned += 1
-        for name, taken in (*seconds.items(), ("bytes", float(num_bytes))):
-            if name in self._stages:
-                self._stages[name].learn(features, taken)
-
-
-class _Stage:
-    """One weighted sum."""
-
-    def __init__(self, guess: Floats) -> None:
-        self.weights = guess
-        self._guess = guess
-        self._squares = np.zeros((len(guess), len(guess)))
-        self._products = np.zeros(len(guess))
-        self._num_new = 0
-
-    def predict(self, features: Floats) -> float:
-        return float(features @ self.weights)
-
-    def learn(self, features: Floats, taken: float) -> None:
-        self._squares = _FORGET * self._squares + np.outer(features, features)
-        self._products = _FORGET * self._products + features * taken
-        self._num_new += 1
-        if self._num_new >= _FIT_EVERY:
-            self._num_new = 0
+        if self.num_learned % _FIT_EVERY[self.num_learned > _MANY] == 0:
             self._fit()
 
     def _fit(self) -> None:
-        """Solve for the weights; features that come out negative are left out, one after the other."""
         usual = np.maximum(np.diag(self._squares) / max(self._squares[0, 0], 1.0), 1e-6)  # [features] mean square
         squares = self._squares + np.diag(_PRIOR * usual)
-        products = self._products + _PRIOR * usual * self._guess
-        used = np.ones(len(products), dtype=bool)
+        products = self._products + _PRIOR * usual * self._guesses
+        self._weights = np.stack([_solve(squares, row, np.sqrt(usual)) for row in products])
+
+
+def _solve(squares: Floats, products: Floats, usual: Floats) -> Floats:
+    """Solve for a stage's weights; features that come out negative are left out, one after the other."""
+    used = np.ones(len(products), dtype=bool)
+    weights = np.zeros(len(products))
+    while used.any():
         weights = np.zeros(len(products))
-        while used.any():
-            weights = np.zeros(len(products))
-            weights[used] = np.linalg.solve(squares[np.ix_(used, used)], products[used])
-            if (weights >= 0).all():
-                break
-            used[int(np.argmin(weights * np.sqrt(usual)))] = False
-        self.weights = weights
+        weights[used] = np.linalg.solve(squares[np.ix_(used, used)], products[used])
+        if (weights >= 0).all():
+            break
+        used[int(np.argmin(weights * usual))] = False
+    return weights
 
 
 def _features(work: Work) -> Floats:

@@ -40,6 +40,8 @@ _SETTLED: Final = 16
 _FEW: Final = 4
 """A process builds so many batches before it is replaced for its size: its start takes seconds."""
 _GROWTH: Final = 2 << 30
+_PORTION: Final = 8
+"""Batches by which the plan goes on at a time: its thread is woken once for all of them."""
 _START_S: Final = 60.0
 """A builder that is started may take so much longer than one that builds: it imports torch, and loads a processor."""
 
@@ -55,7 +57,9 @@ class Dispatcher:
         self._schedule = Schedule(options.max_bytes)
         self._costs = CostModel()
         self._planned: dict[int, Planned] = {}
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._is_plan_wanted = threading.Condition(lock)
         self._scaler = None if options.limits is None else Scaler(*options.limits)
         self._losses = Losses()
         self._num_lost_here = self._num_lost_in_row = 0
@@ -104,7 +108,6 @@ class Dispatcher:
                 spare = {"num_idle": schedule.num_idle, "num_ready": schedule.num_ready}
                 self._team.want(self._scaler.saw(now, now - begin, num_builders=self._team.num_usual, **spare))
             self._move()
-            self._changed.notify_all()
         if isinstance(result, Failure):
             raise result.to_error()
         return planned, result
@@ -138,6 +141,7 @@ class Dispatcher:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+            self._is_plan_wanted.notify_all()
         self._pool.close()
         self._planner.join(_JOIN_S)
         with self._changed:
@@ -148,14 +152,14 @@ class Dispatcher:
 
     def _run_plan(self) -> None:
         try:
-            for planned in self._plan:
+            for place, planned in enumerate(self._plan, start=1):
                 with self._changed:
                     work = planned.blueprint.work
                     number = self._schedule.plan(self._costs.seconds(work), self._costs.num_bytes(work), work.samples)
                     self._planned[number] = planned
                     self._move()
-                    while not self._is_closed and not self._schedule.wants_plan:
-                        self._changed.wait()
+                    while not (self._is_closed or place % _PORTION or self._schedule.wants_plan):
+                        self._is_plan_wanted.wait()
                     if self._is_closed:
                         break
         except BaseException as error:
@@ -335,6 +339,8 @@ class Dispatcher:
             blueprint = self._planned[move.number].blueprint
             skipped = self._losses.among(blueprint)
             self._pool.give(move.builder, move.number, blueprint, skipped)
+        if self._schedule.wants_plan:
+            self._is_plan_wanted.notify()
 
     def _look_for_hangs(self) -> None:
         now, hang_s = time.monotonic(), self._options.hang_s

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
     Numbers = npt.NDArray[Any]
 
+_NO_MEDIA: Final = MediaSizes()
 _READS: Final = 2
 _MAX_FILE: Final = 1 << 36
 """Bytes of a file of tables or texts beside an index."""
@@ -134,7 +135,7 @@ class ShardIndex:
         return join_media([self.columns])
 
     def _check(self, row: int) -> None:
-        if not 0 <= row < len(self):
+        if not 0 <= row < len(self.crc32c):  # not by `len(self)`: this is asked several times for each sample
             raise IndexError(f"{self.path} has {len(self)} samples, and none at {row}")
 
     def _text(self, row: int, data: bytes, splits: Numbers) -> str:
@@ -223,6 +224,8 @@ class ShardIndex:
         """Return the sizes of one sample's media; which frames it names itself is in its JSON alone."""
         self._check(row)
         images, videos, audios = (self._items(kind, row) for kind in MEDIA)
+        if not (images or videos or audios):
+            return _NO_MEDIA
         return MediaSizes(
             images=tuple(ImageSize(height=h, width=w) for h, w in images),
             videos=tuple(

@@ -193,14 +193,48 @@ def best_fit_decreasing(lengths: Ints, capacity: int, vision: Ints | None = None
     [1, 0, 2, 1]
     """
     order = np.argsort(-lengths, kind="stable")
-    seen = np.zeros(len(lengths), dtype=np.int64) if vision is None else vision
+    falling = lengths[order].tolist()
     packs = np.empty(len(lengths), dtype=np.int64)
-    packs[order] = _pack_sorted(lengths[order].tolist(), capacity, seen[order].tolist(), vision_size)
+    if vision is None:
+        packs[order] = _pack_sorted(falling, capacity)
+    else:
+        packs[order] = _pack_capped(falling, capacity, vision[order].tolist(), vision_size)
     return packs
 
 
-def _pack_sorted(lengths: list[int], capacity: int, vision: list[int], vision_size: int) -> list[int]:
-    """Pack samples, longest first; packs are tried from the tightest fit upwards, a bounded number."""
+def _pack_sorted(lengths: list[int], capacity: int) -> list[int]:
+    """Pack samples, longest first, each into the newest pack of the least residual that has room for it.
+
+    Every rank packs all samples of the stream: this loop is most of what a plan costs in a large world.
+    """
+    stacks: dict[int, list[int]] = {}  # packs by residual
+    used: list[int] = []  # residuals in use, ascending
+    out: list[int] = []
+    num_packs = 0
+    least = lengths[-1] if lengths else 0  # what has less room than this is never taken again
+    for length in lengths:
+        at = bisect_left(used, length)
+        if at < len(used):
+            rest = used[at] - length
+            stack = stacks[used[at]]
+            pack = stack.pop()
+            if not stack:
+                del stacks[used.pop(at)]
+        else:
+            pack, rest = num_packs, capacity - length
+            num_packs += 1
+        out.append(pack)
+        if rest >= least:
+            if rest in stacks:
+                stacks[rest].append(pack)
+            else:
+                stacks[rest] = [pack]
+                insort(used, rest)
+    return out
+
+
+def _pack_capped(lengths: list[int], capacity: int, vision: list[int], vision_size: int) -> list[int]:
+    """Do the same where vision tokens are limited, too; a bounded number of packs is tried, from the tightest on."""
     stacks: dict[int, list[int]] = {}  # packs by residual
     used: list[int] = []  # residuals in use, ascending
     room: list[int] = []  # vision tokens that each pack can still take
