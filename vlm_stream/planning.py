@@ -116,7 +116,10 @@ class Plan:
     def pieces(self, refs: Sequence[Ref]) -> list[Piece]:
         """Return what builders must know of samples: of long clips only what holds the frames that are seen."""
         rule = self.build.frames
-        drawn = [each._replace(sizes=choose_keyframes(each.sizes, rule)) for each in self.datasets.draw(refs)]
+        drawn = [
+            each._replace(sizes=choose_keyframes(each.sizes, rule)) if each.sizes.videos else each
+            for each in self.datasets.draw(refs)
+        ]
         pieces = list(map(self._piece, refs, drawn))
         if self.cutter is None:
             return pieces
