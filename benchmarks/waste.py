@@ -37,13 +37,17 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.image_processing_backends import TorchvisionBackend
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import vlm_stream.build.builder as builder_room
 import vlm_stream.build.rows as rows_room
+import vlm_stream.collate.media as media_room
 import vlm_stream.encode.encoder as encoder_room
 import vlm_stream.media.image as image_room
+import vlm_stream.pixels.compact as compact_room
 from benchmarks.peers.data import _WORDS, make_raw
 from vlm_stream import StreamLoader
 from vlm_stream.allocator import keep_freed_memory
@@ -67,14 +71,22 @@ STAGES = (
     (builder_room.Builder, "begin", "ask for bytes"),
     (Reading, "results", "check bytes, cut members"),
     (rows_room, "read_sample", "JSON to conversation"),
-    (rows_room.RowBuilder, "_kept", "kept text"),
+    (rows_room, "read_tokens", "JSON of kept text alone"),
+    (rows_room, "unpack_text", "kept text"),
     (encoder_room.Encoder, "encode", "encode"),
+    (encoder_room.Encoder, "encode_text", "encode"),
+    (encoder_room, "check_media_tokens", "check media tokens"),
     (encoder_room, "render_chat", "chat template"),
     (encoder_room, "label_answers", "labels"),
     (load_room, "decode_image", "decode"),
-    (encoder_room.Encoder, "_make_pixels", "pixels"),
+    (Qwen2VLImageProcessor, "preprocess", "image part, but what follows"),
+    (TorchvisionBackend, "resize", "resize"),
+    (TorchvisionBackend, "rescale_and_normalize", "normalise"),
+    (Qwen2VLImageProcessor, "patchify", "cut patches"),
+    (compact_room, "cut_patches", "cut patches"),
     (encoder_room.Encoder, "call", "processor (text, pixels)"),
     (rows_room.RowBuilder, "collate", "join"),
+    (media_room, "join_rows", "join: media"),
     (builder_room.Builder, "finish", "builder"),
 )
 
@@ -340,11 +352,12 @@ def report_limit(shards: str, processor: Any, num_samples: int, rounds: int) -> 
         if name.endswith("jpg")
     ]
 
+    targets = [list(smart_resize_image(*decode_image(data).size[::-1], *limits)) for data in pictures]
+
     def bare() -> None:
-        for data in pictures:
-            image = view_image(decode_image(data))
-            target = smart_resize_image(*image.shape[-2:], *limits)
-            resize(image[None], list(target), interpolation=InterpolationMode.BICUBIC, antialias=True)
+        for data, target in zip(pictures, targets, strict=True):
+            image = view_image(decode_image(data))[None]
+            resize(image, target, interpolation=InterpolationMode.BICUBIC, antialias=True)
 
     ways: dict[str, Callable[[], Any]] = {"libjpeg-turbo (by Pillow), torchvision": bare}
     for pixels in ("compact", "full"):

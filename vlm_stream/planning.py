@@ -153,10 +153,11 @@ class Plan:
 
     def _draw(self, refs: Sequence[Ref]) -> tuple[list[Drawn], Tables]:
         """Look samples up, and begin to read the tables of their clips; these stand by the places of their samples."""
-        drawn = self.datasets.draw(refs)
-        for place, each in enumerate(drawn):
-            if each.sizes.videos:
-                drawn[place] = each._replace(sizes=choose_keyframes(each.sizes, self.build.frames))
+        rule = self.build.frames
+        drawn = [
+            each._replace(sizes=choose_keyframes(each.sizes, rule)) if each.sizes.videos else each
+            for each in self.datasets.draw(refs)
+        ]
         if self.cutter is None:
             return drawn, {}
         chosen = [place for place, sample in enumerate(drawn) if self.cutter.may_cut(sample)]

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_stream import StreamLoader
+from vlm_stream.build import rows
 from vlm_stream.collate import family_of
 from vlm_stream.conversation import iter_media
 from vlm_stream.convert import make_shards, verify_dataset
@@ -30,7 +31,7 @@ from vlm_stream.encode import (
     text_to_bytes,
     unpack_text,
 )
-from vlm_stream.format import FieldMap, keep_tokens, read_sample
+from vlm_stream.format import FieldMap, keep_tokens, read_sample, read_tokens
 from vlm_stream.keys import IGNORE
 from vlm_stream.testing import FAMILIES, build_processor, make_jpeg
 
@@ -189,10 +190,14 @@ def test_text_that_was_edited_is_tokenised_again() -> None:
     kept = keep_tokens(text, tokens)
     fields = FieldMap()
     assert read_sample(fields, ("json",), {"json": kept})[1].items() >= tokens.items()
+    assert read_tokens(kept) == read_sample(fields, ("json",), {"json": kept})[1]
     written_again = json.dumps(json.loads(kept)).encode()
     for edited in (kept.replace(b"A thing", b"A think"), written_again, written_again.replace(b"A thing", b"A think")):
         assert json.loads(edited)["tokens"]
         assert read_sample(fields, ("json",), {"json": edited})[1] is None
+        assert read_tokens(edited) is None
+    assert read_tokens(text) is None
+    assert read_tokens(b'{"a":1,"tokens":' + b"[" * 100_000) is None
 
 
 @pytest.mark.parametrize("family", ["gemma4", "internvl", "qwen2_5_vl"])
@@ -235,6 +240,26 @@ def test_batches_are_the_same_from_shards_with_and_without(
     for batch, other in zip(found, expected, strict=True):
         assert [key for key in other if key != "num_items_in_batch" and not same(batch[key], other[key])] == []
     assert 0 < len(rendered) < len(expected)  # clips, and a few of each kind
+
+
+@pytest.mark.parametrize("fake_image", [False, True])
+def test_trusted_text_is_built_without_reading_its_conversation(
+    fake_image: bool, tmp_path: Path, saved_processor: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [make_conversation([], number) for number in range(20, 40)]  # of short texts none are kept
+    (tmp_path / "raw.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+    (tmp_path / "meta.json").write_text(json.dumps({"all": {"file_name": "raw.jsonl", "media_dir": "."}}))
+    make_shards(tmp_path / "meta.json", tmp_path / "kept", processor=str(saved_processor))
+    make_shards(tmp_path / "meta.json", tmp_path / "bare")
+    options: dict[str, Any] = {"processor": str(saved_processor), "mode": "plain", "fake_image": fake_image}
+    expected = list(StreamLoader(str(tmp_path / "bare"), **options))
+    read: list[Any] = []
+    monkeypatch.setattr(rows, "read_sample", lambda *given: read.append(given) or read_sample(*given))
+    found = list(StreamLoader(str(tmp_path / "kept"), **options))
+    assert len(found) == len(expected) == len(turns)
+    for batch, other in zip(found, expected, strict=True):
+        assert [key for key in other if key != "num_items_in_batch" and not same(batch[key], other[key])] == []
+    assert len(read) == 3  # until it is trusted
 
 
 def test_text_for_another_tokenizer_is_said_once(

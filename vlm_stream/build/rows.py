@@ -18,7 +18,7 @@ from vlm_stream.build.collators import CustomCollator
 from vlm_stream.conversation import map_media
 from vlm_stream.encode import IGNORE, inject_fake_image, make_fake_image, name_frames, text_from_bytes, unpack_text
 from vlm_stream.errors import BadSampleError, ConfigError, blame_sample, shorten
-from vlm_stream.format import FieldMap, is_text_member, read_sample, to_conversation
+from vlm_stream.format import FieldMap, is_text_member, read_sample, read_tokens, to_conversation
 from vlm_stream.tokens import MediaSizes
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _FILLER = [
     {"role": "user", "content": [{"type": "text", "text": "-"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "-"}]},
 ]
+_TEXT_ALONE = ("json",)
 _NOT_COLLATED = ("encode", "not_collated", "its tensors cannot be put into a batch")
 
 
@@ -69,6 +70,12 @@ class RowBuilder:
         Without pixels only the text is there; the names of the other members and the sizes of the media stand in.
         `text` is what was read of the tokens that are kept beside the index.
         """
+        is_text_alone = self._pixels and fields.layout == "native" and piece.members == _TEXT_ALONE
+        if is_text_alone and text is None and self._encoder.trusts_texts:
+            tokens = read_tokens(bytes(members["json"]))
+            sample = self._encoder.encode_text(unpack_text(tokens, self._text_key))
+            if sample is not None:
+                return sample
         conversation, tokens = read_sample(fields, piece.members, _texts(members))
         kept = self._kept(conversation, tokens, piece, text) if self._pixels else None
         return self._encode(name_frames(conversation, piece.sizes), members, piece.sizes, kept)

@@ -86,14 +86,15 @@ def _check_attention(attention: str, samples: Sequence[Sample]) -> None:
 
 
 def _with_positions(sample: Sample, positions: Positions | None) -> dict[str, Any]:
-    plain = {key: value for key, value in sample.items() if key != POSITIONS_KEY}
     axes = None if positions is None else positions(sample)
     if axes is not None and axes.shape[0] != _AXES:
         raise ConfigError(
             f"The position rule gave {axes.shape[0]} rows per token, and models find documents only beside {_AXES} of "
             f"them (time, height, width). Do not pack this family."
         )
-    return plain if axes is None else plain | {POSITIONS_KEY: axes}
+    if axes is not None:
+        return {**sample, POSITIONS_KEY: axes}
+    return {key: value for key, value in sample.items() if key != POSITIONS_KEY}
 
 
 def _missing(documents: Sequence[Sample], pad_to: int) -> int:

@@ -153,9 +153,10 @@ class PositionRule:
         ids = token_row(sample, "input_ids")
         assert ids is not None  # noqa: S101 - an encoded sample without tokens does not exist
         types, mask = self._types(sample, ids), token_row(sample, "attention_mask")
-        if not types.numpy().any() and (mask is None or mask.numpy().all()):
-            return torch.arange(len(ids)).expand(3, -1)
-        visible = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        if mask is None or mask.numpy().all():
+            is_text = not types.numpy().any()
+            return torch.arange(len(ids)).expand(3, -1) if is_text else self._walk(types, self._media(sample))
+        visible = mask.bool()
         positions = torch.zeros(3, len(ids), dtype=torch.long)
         positions[:, visible] = self._walk(types[visible], self._media(sample))
         return positions

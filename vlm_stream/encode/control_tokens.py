@@ -78,6 +78,7 @@ _PRIVATE: Final = re.compile("[\U0010f000-\U0010ffff]")
 _KEPT_KEYS: Final = frozenset({"role", "type", *MEDIA_TYPES})
 
 _vision_ids: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
+_grid_tokens: WeakKeyDictionary[Any, dict[str, list[int]]] = WeakKeyDictionary()
 
 
 def added_tokens(tokenizer: Any) -> dict[str, int]:
@@ -140,15 +141,18 @@ def check_media_tokens(processor: Processor, input_ids: torch.Tensor, sample: Ma
     grids: dict[str, Any] = {medium: sample.get(key) for medium, key, _ in _GRIDS}
     if all(grid is None for grid in grids.values()):
         return
-    tokens = {medium: _list_placeholders(processor, medium)[:1] for medium in grids}
-    if any(grid is not None and not tokens[medium] for medium, grid in grids.items()):
+    known = _grid_tokens.get(processor)
+    if known is None:
+        known = {medium: _list_placeholders(processor, medium)[:1] for medium in grids}
+        _grid_tokens[processor] = known
+    if any(grid is not None and not known[medium] for medium, grid in grids.items()):
         return
     expected = sum(
         _count_grid(processor, medium, part, sample) for medium, _, part in _GRIDS if grids[medium] is not None
     )
     # Both tokens, whatever the grids: some families write the frames of a video with the image token.
-    ids, known = input_ids.numpy(), {token_id for first_found in tokens.values() for token_id in first_found}
-    found = sum(int(np.count_nonzero(ids == token_id)) for token_id in known)
+    ids, own = input_ids.numpy(), {token_id for first_found in known.values() for token_id in first_found}
+    found = sum(int(np.count_nonzero(ids == token_id)) for token_id in own)
     if found != expected:
         raise BadSampleError(
             "encode",

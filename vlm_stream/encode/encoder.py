@@ -19,7 +19,7 @@ from vlm_stream.conversation import Conversation
 from vlm_stream.encode.call_processor import call_processor
 from vlm_stream.encode.chat_format import ChatFormat, Rendered, chat_format, render_chat
 from vlm_stream.encode.control_tokens import TypedMarkers, check_media_tokens, disguise, media_token_ids, splice_plain
-from vlm_stream.encode.kept_text import KeptText, KeptTextReader
+from vlm_stream.encode.kept_text import KeptText, KeptTextReader, kind_of_text
 from vlm_stream.encode.label_search import build_labels_from_template
 from vlm_stream.encode.labels import has_labels, label_answers, wants_training
 from vlm_stream.encode.load_media import (
@@ -27,6 +27,7 @@ from vlm_stream.encode.load_media import (
     has_media,
     inject_fake_image,
     load_media,
+    make_fake_image,
     mask_vision_tokens,
     processor_reads,
 )
@@ -140,6 +141,22 @@ class Encoder:
             kept = None if kept is None else kept.with_fake()
         loaded = load_media(conversation, media, self.config, self.reads)
         return self._encode(self.processor, conversation, loaded, is_faked, kept if self._keeps_text else None)
+
+    @property
+    def trusts_texts(self) -> bool:
+        """Whether kept text of samples without media was seen to give what the processor gives."""
+        return self._keeps_text and self._kept_texts.is_trusted(kind_of_text(is_faked=self.config.inject_fake_image))
+
+    def encode_text(self, kept: KeptText | None) -> dict[str, Any] | None:
+        """Return what `encode` would for a sample without media whose kept text is trusted; None: it must do it."""
+        is_faked = self.config.inject_fake_image
+        if kept is not None and is_faked:
+            kept = kept.with_fake()
+        if kept is None:
+            return None
+        loaded = LoadedMedia(images=[make_fake_image()] if is_faked else [])
+        sample = self._kept_texts.read(kind_of_text(is_faked=is_faked), kept, loaded)
+        return None if sample is None else self._check(sample, is_faked)
 
     def encode_from_sizes(self, conversation: Conversation, sizes: MediaSizes) -> dict[str, Any]:
         """Return what `encode` would, without pixels and without having the media.

@@ -177,6 +177,11 @@ def _checksum(conversation: Conversation) -> int:
     return crc32c.crc32c(json.dumps(conversation, default=repr).encode())
 
 
+def kind_of_text(*, is_faked: bool) -> str:
+    """Return the kind of samples without media of their own."""
+    return "a fake image" if is_faked else "text"
+
+
 class KeptTextReader:
     """Makes token tensors of kept text, for one processor."""
 
@@ -198,7 +203,7 @@ class KeptTextReader:
         """Return `text`, `images` or `a fake image`; nothing where the text is not kept, or was found to differ."""
         if loaded.videos or loaded.audios or (loaded.images and not repeats_one_token(self._geometry.image)):
             return ""
-        kind = "a fake image" if is_faked else "images" if loaded.images else "text"
+        kind = "images" if loaded.images and not is_faked else kind_of_text(is_faked=is_faked)
         return kind if self._num_compared.get(kind, 0) >= 0 else ""
 
     def is_trusted(self, kind: str) -> bool:
@@ -226,18 +231,17 @@ class KeptTextReader:
         import torch
 
         ids, is_learned, _ = kept
-        places = np.flatnonzero(self._is_placeholder.take(ids, mode="clip"))
-        if len(places) != len(loaded.images):
-            return None
         types = np.zeros(len(ids), dtype=np.int64)
         values: dict[str, Any] = {}
+        is_placeholder = self._is_placeholder.take(ids, mode="clip")
+        if np.count_nonzero(is_placeholder) != len(loaded.images):
+            return None
         if loaded.images:
             repeats = np.ones(len(ids), dtype=np.int64)
-            widths, heights = zip(*(image.size for image in loaded.images), strict=True)
-            repeats[places] = count_image_tokens(heights, widths, self._geometry)
-            types[places] = self._image_type
-            ids, is_learned, types = np.repeat(ids, repeats), np.repeat(is_learned, repeats), np.repeat(types, repeats)
             values = self._make_pixels(loaded.images)
+            repeats[is_placeholder] = self._count_tokens(loaded.images, values)
+            types[is_placeholder] = self._image_type
+            ids, is_learned, types = np.repeat(ids, repeats), np.repeat(is_learned, repeats), np.repeat(types, repeats)
         columns = {
             "input_ids": ids,
             "attention_mask": np.ones_like(ids),
@@ -245,6 +249,14 @@ class KeptTextReader:
             **dict.fromkeys(_TYPE_KEYS, types),
         }
         return {key: torch.from_numpy(columns[key]) if key in columns else values[key] for key in self._keys[kind]}
+
+    def _count_tokens(self, images: list[Any], values: dict[str, Any]) -> Any:
+        """Return the tokens of each image: of its grid where there is one, else of its size."""
+        grids, merge_size = values.get("image_grid_thw"), getattr(self._geometry.image, "merge_size", None)
+        if grids is not None and merge_size is not None:
+            return grids.numpy().prod(axis=1) // merge_size**2
+        widths, heights = zip(*(image.size for image in images), strict=True)
+        return count_image_tokens(heights, widths, self._geometry)
 
 
 def _is_same(left: Any, right: Any) -> bool:

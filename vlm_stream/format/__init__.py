@@ -22,6 +22,7 @@ from vlm_stream.format.fields import (
     medium_of,
     own_names,
     read_sample,
+    read_tokens,
     to_conversation,
 )
 from vlm_stream.format.guess import complete_fields, guess_fields

@@ -200,10 +200,23 @@ def are_tokens_short(text: bytes, tokens: Mapping[str, Any]) -> bool:
 
 def _kept_tokens(data: dict[str, Any], text: bytes) -> Any:
     """Return the tokens that a sample's JSON keeps; None where the rest of it is not what they were made of."""
-    tokens = data.get("tokens")
-    if not isinstance(tokens, dict) or tokens.get("of") != crc32c.crc32c(text[: text.rfind(_TOKENS)]):
+    return _if_made_of(data.get("tokens"), text[: text.rfind(_TOKENS)])
+
+
+def read_tokens(text: bytes) -> Any:
+    """Return the tokens that a native sample's JSON keeps, and read nothing else of it; None where it has none.
+
+    They say of which bytes they were made, so these are known to be a conversation without being read.
+    """
+    begin = text.rfind(_TOKENS)
+    try:
+        return _if_made_of(json.loads(text[begin + len(_TOKENS) : -1]), text[:begin]) if begin > 0 else None
+    except (RecursionError, ValueError):
         return None
-    return tokens
+
+
+def _if_made_of(tokens: Any, rest: bytes) -> Any:
+    return tokens if isinstance(tokens, dict) and tokens.get("of") == crc32c.crc32c(rest) else None
 
 
 def parse_json(data: bytes) -> Any:

@@ -69,8 +69,10 @@ def decode_image(
     least: int | None = None,
 ) -> Image.Image:
     """Return the image in RGB, loaded; with `least` a JPEG may be smaller than stored, with sides of at least that."""
-    image = _open(data, limits, stage="decode")
+    image: Any = _open(data, limits, stage="decode")
     try:
+        if image.format == "JPEG" and isinstance(data, (bytes, bytearray, memoryview)):
+            image.decodermaxblock = len(data)  # in one piece: the decoder goes back where a piece ends, to whole rows
         if least is not None:
             image.draft("RGB", (least, least))
         image.load()

@@ -151,26 +151,32 @@ class _PatchVideos(Uint8Part):
 def cut_patches(images: torch.Tensor, patch_size: int, merge_size: int) -> torch.Tensor:
     """Return [images, patches, channels * patch * patch] of bytes [images, channels, height, width].
 
-    Patches that the model merges follow each other. A line of a patch is moved as one value, not byte by byte.
+    Patches that the model merges follow each other. Of four bytes a pixel, the colours are taken out of numbers, not
+    byte by byte.
     """
     num_images, num_channels, height, width = images.shape
-    rows, columns = height // patch_size // merge_size, width // patch_size // merge_size
-    lines = _planes(images).view(np.dtype((np.void, patch_size)))  # [images, channels, height, columns]
-    lines = lines.reshape(num_images, num_channels, rows, merge_size, patch_size, columns, merge_size)
-    patches = np.ascontiguousarray(lines.transpose(0, 2, 5, 3, 6, 1, 4))
-    return torch.from_numpy(patches.view(np.uint8).reshape(num_images, -1, num_channels * patch_size**2))
-
-
-def _planes(images: torch.Tensor) -> Any:
-    """Return images plane by plane; of four bytes a pixel, the colours are taken out of numbers, not byte by byte."""
-    num_images, num_channels, height, width = images.shape
+    area = patch_size**2
     if images.stride()[1:] != (1, 4 * width, 4):
-        return images.contiguous().numpy()
-    pixels = images.as_strided((num_images, height, width, 4), (images.stride(0), 4 * width, 4, 1)).numpy()
-    planes = np.empty((num_images, num_channels, height, width), np.uint8)
+        patches = _move_lines(images.contiguous().numpy(), patch_size, patch_size, merge_size)
+        return torch.from_numpy(patches.view(np.uint8).reshape(num_images, -1, num_channels * area))
+    rows = images.as_strided((num_images, 1, height, 4 * width), (images.stride(0), 0, 4 * width, 1)).numpy()
+    pixels = _move_lines(rows, 4 * patch_size, patch_size, merge_size).view("<u4").reshape(num_images, -1, area)
+    colours = np.empty((num_images, pixels.shape[1], num_channels, area), np.uint8)
     for channel in range(num_channels):
-        np.right_shift(pixels.view("<u4")[..., 0], 8 * channel, out=planes[:, channel], casting="unsafe")
-    return planes
+        np.right_shift(pixels, 8 * channel, out=colours[:, :, channel], casting="unsafe")
+    return torch.from_numpy(colours.reshape(num_images, -1, num_channels * area))
+
+
+def _move_lines(planes: Any, line: int, patch_size: int, merge_size: int) -> Any:
+    """Return [images, rows, columns, merge, merge, planes, patch] of bytes [images, planes, height, width].
+
+    A line of a patch, of so many bytes, is moved as one value.
+    """
+    num_images, num_planes, height, width = planes.shape
+    rows, columns = height // patch_size // merge_size, width // line // merge_size
+    lines = planes.view(np.dtype((np.void, line)))  # [images, planes, height, columns * merge]
+    lines = lines.reshape(num_images, num_planes, rows, merge_size, patch_size, columns, merge_size)
+    return np.ascontiguousarray(lines.transpose(0, 2, 5, 3, 6, 1, 4))
 
 
 COMPACT_FAMILIES: Final = ("gemma3", "glm46v", "internvl", "qwen2_5_vl", "qwen2_vl", "qwen3_omni_moe", "qwen3_vl")

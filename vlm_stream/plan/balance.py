@@ -49,7 +49,8 @@ def assign(table: UnitTable, shape: StepShape, balance: BalanceConfig, policy: R
     num_steps = -(-len(table) // shape.units_per_step)
     numbers = np.arange(num_steps * shape.units_per_step)
     numbers[len(table) :] = -1
-    if balance.barrier == "none" or (shape.world_size == 1 and policy == "stream"):  # as they come
+    as_they_come = balance.barrier == "none" or (shape.world_size == 1 and policy == "stream")
+    if as_they_come or len(numbers) == 1:
         return numbers.reshape(num_steps, shape.micro_batches, shape.world_size, shape.batch_size)
     if policy == "free" or shape.batch_size == 1:
         costs = np.stack([_padded(column, numbers) for column in (table.llm, table.vit, table.decode)])
