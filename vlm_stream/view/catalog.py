@@ -173,9 +173,8 @@ class Catalog:
         if missing:
             with self.datasets.lock:
                 looked = self.datasets.opened[source].look(missing)
-            columns = self.plan.planner.read_columns(source, missing)
-            ends = np.cumsum([len(rows) for _, rows in looked])[:-1]
-            tokens = np.split(columns.pick(np.arange(len(columns))).tokens, ends)
+            columns, ends = self.plan.planner.read_columns(source, missing), np.cumsum([len(own) for _, own in looked])
+            tokens = np.split(columns.pick(np.arange(len(columns))).tokens, ends[:-1])
             kept |= {shard: facts_of(*found, own) for shard, found, own in zip(missing, looked, tokens, strict=True)}
             with self._guard:
                 self._facts |= {(source, shard): kept[shard] for shard in missing}
@@ -183,12 +182,13 @@ class Catalog:
                     self._facts.popitem(last=False)
         return [kept[shard] for shard in shards]
 
-    def start_scan(self) -> None:
-        """Begin to read the facts of all shards in the background, once."""
+    def start_scan(self) -> threading.Thread:
+        """Begin to read the facts of all shards in the background, once; return the thread that does."""
         with self._guard:
             if self._scan is None:
                 self._scan = threading.Thread(target=self._scan_all, name="vlm-stream-view-scan", daemon=True)
                 self._scan.start()
+            return self._scan
 
     def _scan_all(self) -> None:
         for source in range(len(self.datasets.opened)):

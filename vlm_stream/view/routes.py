@@ -184,7 +184,7 @@ def _compare(viewer: Viewer, values: Mapping[str, str]) -> Html:
 def first_pages(viewer: Viewer) -> tuple[Callable[[], object], ...]:
     """Return what makes the pages that are asked for first, and so loads and reads what all of them need.
 
-    That of the dataset comes last: it is fast once there is all that others load, and begins to read all indexes.
+    Plans come last: they read many indexes at a time, for which pages would wait, and find them read by then.
     """
 
     def sample() -> None:
@@ -192,7 +192,8 @@ def first_pages(viewer: Viewer) -> tuple[Callable[[], object], ...]:
         (drawn,) = viewer.catalog.draw([ref])
         _sample(viewer, viewer.catalog.name_of(ref, drawn)._asdict() | {"row": "0"})
 
-    return load_decoders, sample, *(partial(make, viewer, {}) for make in (_step, _run, _dataset))
+    dataset, step, run = (partial(make, viewer, {}) for make in (_dataset, _step, _run))
+    return load_decoders, dataset, sample, lambda: viewer.catalog.start_scan().join(), step, run
 
 
 def _thumb(viewer: Viewer, values: Mapping[str, str]) -> bytes:
