@@ -64,6 +64,7 @@ class Dispatcher:
         self._losses = Losses()
         self._num_lost_here = self._num_lost_in_row = 0
         """Processes of this machine; builders elsewhere, since one of them has finished a batch."""
+        self._look_at = 0.0  # when builders are looked at again for being suspended
         self._num_replaced = 0  # over the next batch, when nobody else could build it
         self._doubted: dict[int, float] = {}
         """For how long builders were silent that were replaced so: the user has not said how long that may be."""
@@ -344,9 +345,11 @@ class Dispatcher:
 
     def _look_for_hangs(self) -> None:
         now, hang_s = time.monotonic(), self._options.hang_s
-        for number in self._schedule.note_suspended(self._pool.suspended(), now):
-            self._doubted[number] = math.inf  # whatever it worked on is not to blame
-            self._pool.stop(number, "was suspended (SIGSTOP) and did not go on")
+        if now >= self._look_at:  # a file of /proc for each builder
+            self._look_at = now + _CHECK_S
+            for number in self._schedule.note_suspended(self._pool.suspended(), now):
+                self._doubted[number] = math.inf  # whatever it worked on is not to blame
+                self._pool.stop(number, "was suspended (SIGSTOP) and did not go on")
         silent = self._schedule.hung(now)
         if hang_s is None and (alone := self._schedule.left_alone(now, 2.0**self._num_replaced)) is not None:
             self._num_replaced += 1
