@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vlm_stream.convert import make_shards
+from vlm_stream.convert import ShardOptions, make_shards
 from vlm_stream.convert.engines import LocalEngine
 from vlm_stream.convert.shard_task import ShardContext, write_shard
 from vlm_stream.errors import BadBudgetError, ConfigError, StorageError, VlmStreamError
@@ -32,6 +32,7 @@ def test_two_workers_give_the_bytes_of_one(toy_meta: Path, tmp_path: Path, diges
 
 
 def test_shuffle_changes_the_order_and_nothing_else(toy_meta: Path, tmp_path: Path, toy_shards: Path) -> None:
+    assert ShardOptions(shuffle=False).shuffle is None
     make_shards(toy_meta, tmp_path / "out", samples_per_shard=64, shuffle=5)
     shuffled, plain = (load_manifest(open_store(str(path))) for path in (tmp_path / "out", toy_shards))
     assert shuffled.digest != plain.digest

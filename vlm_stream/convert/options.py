@@ -71,6 +71,8 @@ class ShardOptions:
     def __post_init__(self) -> None:
         if isinstance(self.media_hosts, str):
             object.__setattr__(self, "media_hosts", (self.media_hosts,))
+        if self.shuffle is False:  # a seed of 0 to Python, and none to whoever writes it
+            object.__setattr__(self, "shuffle", None)
         for name, least in (("samples_per_shard", 1), ("workers", 1), ("max_shard_bytes", 1), ("shuffle", 0)):
             value = getattr(self, name)
             if value is None and name != "samples_per_shard":
