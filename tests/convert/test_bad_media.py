@@ -257,6 +257,25 @@ def test_mismatches_are_dropped_kept_or_raised(media: Path, tmp_path: Path) -> N
     assert not (tmp_path / "raised" / "dataset.json").exists()
 
 
+@pytest.mark.parametrize("nothing", [None, ""])
+def test_a_medium_that_is_null_where_a_text_shows_it_is_counted(tmp_path: Path, nothing: object) -> None:
+    said = [("<image>\nWhat?", nothing), ("What is an <image> tag?", []), ("hi", nothing)]
+    records = [
+        {
+            "id": str(n),
+            "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}],
+            "images": i,
+        }
+        for n, (text, i) in enumerate(said)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    report = make_shards(tmp_path / "data.jsonl", tmp_path / "out")
+    assert (report.totals.samples, report.dropped, report.kept) == (3, {}, {"placeholder_as_text": 1})
+    line = BadSample.from_json((tmp_path / "out" / "ledger.jsonl").read_text())
+    shown = "null" if nothing is None else "''"
+    assert (line.sample, line.detail) == ("0", f"<image> stays text, because 'images' is {shown}")
+
+
 def test_unreadable_records_are_named_with_their_source(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "fine"}]}\n{broken\n')
     (tmp_path / "b.jsonl").write_text('{"messages": 5}\n')

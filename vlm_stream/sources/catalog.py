@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from vlm_stream.errors import BadSampleError, SourceError
-from vlm_stream.sources.example_media import Mismatch
+from vlm_stream.sources.example_media import Mismatch, note_empty_media
 from vlm_stream.sources.forms import ShareGptForm, recognise
 from vlm_stream.sources.json_file import DataFile, UnreadableError
 from vlm_stream.sources.known_forms import MEDIA_NAMES
 from vlm_stream.sources.local_file import LocalFile
 from vlm_stream.sources.record import Record
 from vlm_stream.sources.sharegpt import (
+    MISMATCHES_KEY,
     PASSENGER_KEYS,
     OnMismatch,
     apply_policy,
@@ -188,6 +189,8 @@ class Catalog:
         own_id = _own_id(example)
         origin = _origin(where, own_id)
         extras = convert_example(example, self.form, self.on_mismatch, origin)
+        if empty := note_empty_media(example, self.form, extras["conversation"]):
+            extras[MISMATCHES_KEY] = [*extras.get(MISMATCHES_KEY, ()), *empty]
         return Record(
             source=self.name,
             id=str(number) if own_id is None else own_id,

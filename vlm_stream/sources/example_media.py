@@ -124,6 +124,22 @@ class ExampleMedia:
         self.note("unread_media", f"'{name}' has {medium}s, and nothing reads them (add --columns {medium}s={name})")
 
 
+def note_empty_media(example: Any, form: ShareGptForm, conversation: Conversation) -> list[str]:
+    """Note where a text shows a medium whose column is null or empty in this record: a download that failed looks so.
+
+    The record is no worse than one that speaks of `<image>`, so it stays, with that text.
+    """
+    notes = []
+    columns = {"image": form.images, "video": form.videos, "audio": form.audios}
+    for medium, name in columns.items() if isinstance(example, dict) else ():
+        is_empty = name in example and (example[name] is None or example[name] == "")
+        items = (item for message in conversation if message["role"] == "user" for item in message["content"])
+        if is_empty and any(f"<{medium}>" in item.get("text", "").lower() for item in items):
+            empty = Mismatch("placeholder_as_text", f"<{medium}> stays text, because '{name}' is {show(example[name])}")
+            notes.append(": ".join(empty))
+    return notes
+
+
 def _media_item(medium: str, entry: object, place: str, media_dir: str | None) -> Item | Mismatch:
     extras: dict[str, Any] = {}
     where = entry
