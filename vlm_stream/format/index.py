@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
     Numbers = npt.NDArray[Any]
 
-_NO_MEDIA: Final = MediaSizes()
 _READS: Final = 2
 _MAX_FILE: Final = 1 << 36
 """Bytes of a file of tables or texts beside an index."""
@@ -224,8 +223,6 @@ class ShardIndex:
         """Return the sizes of one sample's media; which frames it names itself is in its JSON alone."""
         self._check(row)
         images, videos, audios = (self._items(kind, row) for kind in MEDIA)
-        if not (images or videos or audios):
-            return _NO_MEDIA
         return MediaSizes(
             images=tuple(ImageSize(height=h, width=w) for h, w in images),
             videos=tuple(
