@@ -18,10 +18,23 @@ tempfile.tempdir = sys.argv[2]
 source = open_source(sys.argv[1])
 """
 CHAOS = """
-from vlm_stream.chaos.run import _folder
+from pathlib import Path
+from vlm_stream.chaos import run
 tempfile.tempdir = sys.argv[2]
-folder = _folder()
-(folder.__enter__() / "copy").write_bytes(bytes(100))
+
+class FillsFolder:
+    def __init__(self, arguments, folder):
+        Path(folder, "copy").write_bytes(bytes(100))
+
+    def __enter__(self):
+        print("made", flush=True)
+        time.sleep(600)
+
+    def __exit__(self, *_):
+        pass
+
+run.Stage = FillsFolder
+run.run_chaos({}, run.ChaosOptions(), print)
 """
 WAIT = """
 print("made", flush=True)

@@ -43,6 +43,7 @@ def test_rows_of_different_size_end_with_zeros_in_shared_memory_too():
 
 
 def test_what_is_joined_already_is_not_copied_again(monkeypatch):
-    monkeypatch.setattr("vlm_stream.collate.media._is_for_parent", lambda _: True)  # as in a worker
+    blocks = [torch.empty(1 << 22, dtype=torch.uint8) for _ in range(2)]  # as in a worker
+    monkeypatch.setattr("vlm_stream.collate.media.allocate_block", lambda num_bytes: blocks.pop()[:num_bytes])
     pack = join_rows("pixel_values", [torch.randn(900, 400), torch.randn(100, 400)])
     assert join_rows("pixel_values", [pack]).data_ptr() == pack.data_ptr()
